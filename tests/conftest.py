@@ -1,0 +1,46 @@
+"""One place that says what machine the tests run on: twelve simulated CPU devices, strict promotion, no network.
+
+Everything here has to happen before JAX makes its first backend, so it happens on import, before any test module is.
+"""
+
+import os
+from pathlib import Path
+
+import jax
+from jaxtyping import install_import_hook
+
+# Simulated devices are threads on few cores. A rank that reaches a collective late is slow, not stuck, but by default
+# XLA soon aborts the process.
+_COLLECTIVE_PATIENCE = {
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 300,
+    "xla_cpu_collective_call_terminate_timeout_seconds": 900,
+}
+NUM_DEVICES = 12  # the largest mesh in the gate has 9 ranks; the rest lets a test place a mesh off device 0
+
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), *(f"--{name}={seconds}" for name, seconds in _COLLECTIVE_PATIENCE.items())]
+).strip()
+os.environ["HF_HUB_OFFLINE"] = "1"  # a test that would fetch anything fails at once
+os.environ["MPLBACKEND"] = "Agg"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its thread pool and fork do not mix, and the cores are busy
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Identical programs come up again and again, within a run and between runs. The size limit also makes JAX lock the
+# folder, so that several runs may share it.
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".cache" / "jax"))
+jax.config.update("jax_compilation_cache_max_size", 2**30)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+# The shapes in the library's signatures are checked while a function is traced; compiled code pays nothing.
+install_import_hook("spd_jax", "beartype.beartype")
+
+
+def pytest_sessionstart() -> None:
+    """Stop with a reason if something made a backend first, since the settings above would then be silently ignored."""
+    if len(jax.devices()) != NUM_DEVICES or jax.default_backend() != "cpu":
+        raise RuntimeError(
+            f"tests need {NUM_DEVICES} simulated CPU devices but JAX has {len(jax.devices())} of kind "
+            f"{jax.default_backend()!r}: something used JAX before tests/conftest.py was read"
+        )
