@@ -1,0 +1,1 @@
+"""Plain values that describe a model and a run."""
