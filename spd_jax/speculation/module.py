@@ -1,0 +1,125 @@
+"""The speculation module ("head"): m projections, Ls draft layers, an LM head over the draft vocabulary.
+
+arXiv 2605.30852, section on the speculation module; revised release (every depth's features are query, key and value).
+A row of fusion type i is W_i concat(h^(b_0), ..., h^(b_i)). The final norm is the target's own and is not stored here.
+
+This module knows the arithmetic of one pass; which rows exist in a cycle, and where keys are kept, is the decode
+loop's business, and the training mask is training's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from spd_jax.config.model import LayerConfig, ModelConfig, RopeConfig
+from spd_jax.nn.layers import DecoderLayer, Linear
+
+LmHead = Literal["own", "target"]
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadConfig:
+    """What fixes a head's parameters.
+
+    `anchors` are hidden state indices (output of that many layers, before the final norm; 0 is the embedding).
+    `draft_ids` are the sorted target token ids the head can propose, None for all. `lm_head` "own" stores rows of its
+    own, "target" uses the target's rows, frozen and unstored.
+    """
+
+    layer: LayerConfig
+    rope: RopeConfig
+    num_layers: int
+    anchors: tuple[int, ...]
+    vocab_size: int
+    draft_ids: tuple[int, ...] | None = None
+    lm_head: LmHead = "own"
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1:
+            raise ValueError(f"a head needs at least one draft layer, found {self.num_layers}")
+        if self.draft_ids is not None:
+            ids = np.asarray(self.draft_ids)
+            if ids.size == 0 or ids.min() < 0 or ids.max() >= self.vocab_size:
+                raise ValueError(
+                    f"draft ids must lie in 0..{self.vocab_size - 1}, found "
+                    f"{'none' if ids.size == 0 else f'{ids.min()}..{ids.max()}'}"
+                )
+            if (np.diff(ids) <= 0).any():
+                where = int(np.argmax(np.diff(ids) <= 0))
+                raise ValueError(
+                    "draft ids must be sorted without duplicates, found "
+                    f"{self.draft_ids[where]} before {self.draft_ids[where + 1]}"
+                )
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Number of tokens the head can propose."""
+        return self.vocab_size if self.draft_ids is None else len(self.draft_ids)
+
+
+def draft_layer_config(target: LayerConfig) -> LayerConfig:
+    """The draft layer of a target: its dense, full-attention layer."""
+    return target
+
+
+class SpeculationModule(nnx.Module):
+    """Parameters of a head; `aggregate`, `layers` and `lm_head` are used by training and stacked for decoding."""
+
+    def __init__(self, config: HeadConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
+        dtype = jnp.dtype(dtype)
+        size = config.layer.hidden_size
+        self.config = config
+        self.projections = nnx.List(
+            [Linear((i + 1) * size, size, bias=False, dtype=dtype, rngs=rngs) for i in range(len(config.anchors))]
+        )
+        self.layers = nnx.List([DecoderLayer(config.layer, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
+        shape = (config.draft_vocab_size, size)
+        own = config.lm_head == "own"
+        self.lm_head = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * dtype.type(0.02)) if own else None
+
+    def aggregate(self, taps: Sequence[Float[Array, "... D"]]) -> Float[Array, "... D"]:
+        """The fused feature of type len(taps) - 1 from the hidden states of that many anchors."""
+        return self.projections[len(taps) - 1](jnp.concatenate(list(taps), axis=-1))
+
+
+def head_from_target(
+    config: HeadConfig, target: ModelConfig, tensors: Mapping[str, np.ndarray], *, seed: int = 0, noise: float = 0.0
+) -> SpeculationModule:
+    """A head made from the target's own weights, without training.
+
+    Draft layers are copies of the target's last Ls layers; every projection is the identity on the deepest anchor of its
+    type plus `noise` times a normal; the LM head holds the target head's rows of the draft vocabulary.
+
+    Args:
+        tensors: canonical paths of the target (`layers.{i}....` of its last Ls layers, and `head` or `embedding`).
+    """
+    if config.layer != target.layer:
+        raise ValueError(f"draft layers {config.layer} cannot be copied from target layers {target.layer}")
+    if config.num_layers > target.num_layers:
+        raise ValueError(f"{config.num_layers} draft layers cannot be copied from {target.num_layers} target layers")
+    module = SpeculationModule(config, rngs=nnx.Rngs(seed))
+    size, first = config.layer.hidden_size, target.num_layers - config.num_layers
+    for i, projection in enumerate(module.projections):
+        deepest = np.concatenate([np.zeros((size, i * size), np.float32), np.eye(size, dtype=np.float32)], axis=1)
+        random = np.random.default_rng([seed, i]).standard_normal(deepest.shape, dtype=np.float32)
+        projection.weight[...] = jnp.asarray(deepest + np.float32(noise) * random)
+    for j, layer in enumerate(module.layers):
+        _, state = nnx.split(layer)
+        flat = nnx.to_flat_state(state)
+        for path, param in flat:
+            name = ".".join(map(str, path))
+            param[...] = jnp.asarray(np.asarray(tensors[f"layers.{first + j}.{name}"], np.float32))
+        nnx.update(layer, nnx.from_flat_state(flat))
+    if module.lm_head is not None:
+        rows = np.asarray(tensors["embedding" if target.tie_embeddings else "head"])
+        ids = slice(None) if config.draft_ids is None else np.asarray(config.draft_ids)
+        module.lm_head[...] = jnp.asarray(rows[ids].astype(np.float32))
+    return module
