@@ -20,8 +20,8 @@ Layout = Literal["separate", "beside"]
 class StagePlan:
     """Layers of each stage, number of draft layers, layout and anchors.
 
-    Layouts: `separate` puts the draft layers on rank 0 and stage s on rank s (R = n + 1 ranks); `beside` puts stage s on
-    rank s - 1 and the draft layers on rank 0 beside stage 1 (R = n).
+    Layouts: `separate` puts the draft layers on rank 0 and stage s on rank s (R = n + 1 ranks); `beside` puts stage s
+    on rank s - 1 and the draft layers on rank 0 beside stage 1 (R = n).
 
     Raises:
         ValueError: a stage without layers, no stage, or anchors that are not 0 = b_0 < b_1 < ... <= L.

@@ -95,8 +95,8 @@ def head_from_target(
 ) -> SpeculationModule:
     """A head made from the target's own weights, without training.
 
-    Draft layers are copies of the target's last Ls layers; every projection is the identity on the deepest anchor of its
-    type plus `noise` times a normal; the LM head holds the target head's rows of the draft vocabulary.
+    Draft layers are copies of the target's last Ls layers; every projection is the identity on the deepest anchor of
+    its type plus `noise` times a normal; the LM head holds the target head's rows of the draft vocabulary.
 
     Args:
         tensors: canonical paths of the target (`layers.{i}....` of its last Ls layers, and `head` or `embedding`).
