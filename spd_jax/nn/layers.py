@@ -10,7 +10,7 @@ The layer does not know where keys and values are kept: it hands its new ones to
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
+@runtime_checkable
 class Attend(Protocol):
     """Attention over wherever the keys and values live.
 
