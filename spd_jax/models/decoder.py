@@ -36,9 +36,9 @@ def run_layers(
 def rows_only(mask_BTT: Array) -> Attend:
     """Attention among the rows themselves, without any cache."""
 
-    def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-        return attend_prefix_and_rows(q, None, None, None, k, v, mask_BTT), None
+    def attend(q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array) -> tuple[Array, None]:
+        k_BKTH, v_BKTH = jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2)
+        return attend_prefix_and_rows(q_BTKGH, None, None, None, k_BKTH, v_BKTH, mask_BTT), None
 
     return attend
 

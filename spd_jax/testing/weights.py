@@ -1,0 +1,67 @@
+"""Weights without files, for tests: random ones, and those of a model in memory."""
+
+from __future__ import annotations
+
+import zlib
+
+import jax
+import numpy as np
+from flax import nnx
+
+from spd_jax.config.model import ModelConfig
+from spd_jax.models.decoder import Decoder
+from spd_jax.models.family import parameter_shapes
+from spd_jax.weights.load import canonical_path
+
+
+class RandomWeights:
+    """`TargetWeights` of a random model: the same seed and path give the same numbers, whatever else is asked for.
+
+    Maps have unit gain, so that hidden states stay of order one and greedy text does not settle on one token; norms lie
+    around 1 and biases around 0, so that a forgotten one shows.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int = 0):
+        self.config = config
+        self.origin = f"random weights, seed {seed}"
+        self._seed = seed
+        self._shapes = parameter_shapes(config)
+
+    def paths(self) -> list[str]:
+        """Every canonical path, in the order of the forward pass."""
+        return list(self._shapes)
+
+    def tensor(self, path: str) -> np.ndarray:
+        """One parameter in float32."""
+        shape = self._shapes[path]
+        noise = np.random.default_rng([self._seed, zlib.crc32(path.encode())]).standard_normal(shape, np.float32)
+        if path.endswith("norm.weight"):
+            return 1.0 + np.float32(0.1) * noise
+        if path.endswith("bias"):
+            return np.float32(0.1) * noise
+        if path == "embedding":
+            return np.float32(0.3) * noise
+        return noise * np.float32(shape[-1] ** -0.5)
+
+
+class DecoderWeights:
+    """`TargetWeights` of a model in memory; the numbers are the model's own."""
+
+    def __init__(self, decoder: Decoder):
+        self.config = decoder.config
+        self.origin = "model in memory"
+        flat = nnx.to_flat_state(nnx.state(decoder, nnx.Param))
+        self._values = {canonical_path(path): variable for path, variable in flat}
+
+    def paths(self) -> list[str]:
+        """Every canonical path."""
+        return list(self._values)
+
+    def tensor(self, path: str) -> np.ndarray:
+        """One parameter in the model's dtype."""
+        return np.asarray(jax.device_get(self._values[path][...]))
+
+
+def weights_of(decoder: Decoder) -> DecoderWeights:
+    """The weights of a model in memory, as `TargetWeights`."""
+    return DecoderWeights(decoder)

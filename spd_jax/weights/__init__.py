@@ -1,0 +1,1 @@
+"""Weights and tokenizers: files in, canonical tensors and ids out."""

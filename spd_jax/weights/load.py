@@ -1,0 +1,108 @@
+"""Opening a target model and loading it onto one device, tensor by tensor.
+
+Knows files and one device. Placing the tensors of stages on ranks is `spd_jax.parallel`'s business, which takes them
+from the same `TargetWeights`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from spd_jax.models.decoder import Decoder
+from spd_jax.models.reading import token_ids
+from spd_jax.models.registry import family_of, family_of_gguf
+from spd_jax.weights.errors import WeightsError
+from spd_jax.weights.gguf import GgufFile
+from spd_jax.weights.location import resolve
+from spd_jax.weights.mapping import CheckpointWeights, TargetWeights
+from spd_jax.weights.safetensors import SafetensorsFolder
+
+Progress = Callable[[int, int, str], None]
+"""Called with (bytes done, bytes in all, name of the tensor just done)."""
+
+
+def open_target(location: str | Path) -> TargetWeights:
+    """The weights of a target model; reads descriptions and shapes, no tensor.
+
+    `location`: a folder with config.json and safetensors, a .gguf file, `package:name/file.gguf` for a data file of an
+    installed package, or a hub id `org/name`.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        ValueError: a config that is not supported, or (WeightsError) files that do not fit it.
+    """
+    path = resolve(location)
+    if path.is_dir():
+        return _open_folder(path)
+    if path.suffix == ".gguf":
+        source = GgufFile(path)
+        family = family_of_gguf(source.metadata.get("general.architecture"), source.origin)
+        config = family.read_gguf_config(source)
+        return CheckpointWeights(config, source, family.gguf_recipes(config), ignored=family.ignored)
+    raise WeightsError(f"{path}: expected a folder with config.json or a .gguf file")
+
+
+def _open_folder(folder: Path) -> TargetWeights:
+    fields = _read_json(folder / "config.json")
+    if fields is None:
+        files = sorted(path.name for path in folder.glob("*.gguf"))
+        hint = f"; give the path of {files[0]} itself" if files else ""
+        raise FileNotFoundError(f"{folder}: holds no config.json{hint}")
+    origin = str(folder / "config.json")
+    family = family_of(fields.get("model_type"), origin)
+    config = family.read_config(fields, origin)
+    generation = _read_json(folder / "generation_config.json") or {}
+    try:
+        ends = (*config.eos_token_ids, *token_ids(generation.get("eos_token_id")))
+    except ValueError as error:
+        raise ValueError(f"{folder / 'generation_config.json'}: eos_token_id: {error}") from error
+    config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(ends)))
+    return CheckpointWeights(config, SafetensorsFolder(folder), family.recipes(config), ignored=family.ignored)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: expected an object, found a {type(fields).__name__}")
+    return fields
+
+
+def canonical_path(path: Iterable[Any]) -> str:
+    """The canonical path of a flattened NNX parameter: ("layers", 0, "mlp", ...) -> "layers.0.mlp...."."""
+    return ".".join(map(str, path))
+
+
+def load_decoder(weights: TargetWeights, dtype: Any = jnp.float32, progress: Progress | None = None) -> Decoder:
+    """The whole target on the default device in `dtype`.
+
+    Streams tensor by tensor: beside the device's copy the host never holds more than one tensor.
+    """
+    dtype = jnp.dtype(dtype)
+    abstract = nnx.eval_shape(lambda: Decoder(weights.config, dtype=dtype, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(abstract)
+    wanted = {canonical_path(path): (path, variable) for path, variable in nnx.to_flat_state(state)}
+    total = sum(variable.size * dtype.itemsize for _, variable in wanted.values())
+    filled, done = {}, 0
+    for name, (path, variable) in wanted.items():
+        value = weights.tensor(name)
+        if value.shape != variable.shape:
+            raise WeightsError(f"{weights.origin}: {name} has shape {value.shape}, expected {variable.shape}")
+        # A copy: the CPU device would otherwise alias the mapped file.
+        filled[path] = variable.replace(jax.device_put(value.astype(dtype), may_alias=False))
+        done += value.size * dtype.itemsize
+        if progress is not None:
+            progress(done, total, name)
+    return nnx.merge(graphdef, nnx.from_flat_state(filled))

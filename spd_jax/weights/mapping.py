@@ -1,0 +1,132 @@
+"""A target's weights under canonical paths, whatever file they come from.
+
+Canonical paths are the flattened parameter paths of `spd_jax.models.decoder.Decoder`, in its layout: `embedding`
+[V, D], `layers.0.attention.qkv.weight` [(N + 2 K) H, D] with rows grouped by key-value head,
+`layers.0.mlp.gate_up.weight` [2 F, D] gate first, `head` [V, D] unless tied. Nothing here knows of devices,
+meshes or stages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+from spd_jax.config.model import ModelConfig
+from spd_jax.models.family import HUGGING_FACE, Recipe, TensorSource
+from spd_jax.weights.errors import WeightsError, listed
+
+_NOT_FLOATS = re.compile(r"(U?INT|[IU])\d+|BOOL", re.IGNORECASE)
+
+
+class TargetWeights(Protocol):
+    """The weights of a target model, one tensor at a time.
+
+    `tensor` returns one parameter on the host in its stored dtype (ml_dtypes.bfloat16 possible), in the layout above;
+    it refuses NaN and infinity. `origin` is for messages.
+    """
+
+    config: ModelConfig
+    origin: str
+
+    def paths(self) -> list[str]:
+        """Every canonical path, in the order of the forward pass."""
+        ...
+
+    def tensor(self, path: str) -> np.ndarray:
+        """One parameter."""
+        ...
+
+
+class CheckpointWeights:
+    """`TargetWeights` of a file: the family's recipes applied to the file's tensors.
+
+    The whole table is checked at once, from shapes and dtypes alone.
+
+    Raises:
+        WeightsError: tensors are missing, unexpected or of the wrong shape or dtype; all of them are named.
+    """
+
+    def __init__(self, config: ModelConfig, source: TensorSource, recipes: Mapping[str, Recipe], *, ignored: str):
+        self.config = config
+        self.origin = source.origin
+        self._source = source
+        self._recipes = dict(recipes)
+        problems = table_problems(source, recipes, ignored=ignored, tied=config.tie_embeddings)
+        if problems:
+            raise WeightsError(f"{self.origin}: {len(problems)} problem(s):\n  " + listed(problems, "\n  "))
+
+    def paths(self) -> list[str]:
+        """Every canonical path, in the order of the forward pass."""
+        return list(self._recipes)
+
+    def tensor(self, path: str) -> np.ndarray:
+        """One parameter on the host, in the layout of `Decoder`.
+
+        Raises:
+            WeightsError: it holds NaN or infinity.
+        """
+        recipe = self._recipes[path]
+        parts = []
+        for part in recipe.parts:
+            value = self._source.read(part.key)
+            refuse_non_finite(value, f"{self.origin}: tensor {part.key}")
+            parts.append(value if part.prepare is None else part.prepare(value))
+        if path == "embedding" and self.config.tie_embeddings:
+            self._warn_of_other_head(parts[0])
+        return recipe.combine(parts)
+
+    def _warn_of_other_head(self, embedding: np.ndarray) -> None:
+        key = f"{HUGGING_FACE.head}.weight"
+        if key in self._source.shapes and not np.array_equal(self._source.read(key), embedding):
+            warnings.warn(
+                f"{self.origin}: the config ties the head to the embedding, but {key} is there and differs; "
+                "following the config (set tie_word_embeddings to false to use it)",
+                stacklevel=3,
+            )
+
+
+def table_problems(source: TensorSource, recipes: Mapping[str, Recipe], *, ignored: str, tied: bool) -> list[str]:
+    """What does not fit between a file and the table of its family; reads no data."""
+    problems, used = [], set()
+    for recipe in recipes.values():
+        for part in recipe.parts:
+            used.add(part.key)
+            if part.key not in source.shapes:
+                problems.append(f"missing {part.key} {list(part.shape)}")
+                continue
+            shape, dtype = source.shapes[part.key], source.dtypes[part.key]
+            if shape != part.shape:
+                problems.append(f"{part.key} has shape {list(shape)}, expected {list(part.shape)}")
+            if _NOT_FLOATS.fullmatch(dtype):
+                problems.append(f"{part.key} has dtype {dtype}, expected a floating point type")
+    skip = re.compile(ignored)
+    for key in source.shapes:
+        of_tied_head = tied and key == f"{HUGGING_FACE.head}.weight"
+        if key not in used and not of_tied_head and not skip.fullmatch(key):
+            problems.append(f"unexpected {key} {list(source.shapes[key])}")
+    return problems
+
+
+def refuse_non_finite(value: np.ndarray, name: str) -> None:
+    """Raise when a tensor holds NaN or infinity.
+
+    Raises:
+        WeightsError: naming the tensor, the number of such values and the place of the first.
+    """
+    bad = ~np.isfinite(value)
+    if bad.any():
+        first = [int(index) for index in np.argwhere(bad)[0]]
+        raise WeightsError(f"{name} holds {int(bad.sum())} NaN or infinite value(s), the first at {first}")
+
+
+def config_digest(weights: TargetWeights) -> str:
+    """sha256 of the target's config: equal for equal configs, whatever file they come from."""
+    text = json.dumps(dataclasses.asdict(weights.config), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

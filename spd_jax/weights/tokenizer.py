@@ -1,0 +1,133 @@
+"""The tokenizer of a target: text to ids and back, chats through the model's own template.
+
+Wraps transformers' fast tokenizer, read from a Hugging Face folder or built from a GGUF file. Knows nothing of models;
+streaming output is `spd_jax.weights.detokenize`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from spd_jax.weights.gguf import GgufFile
+from spd_jax.weights.gguf_tokenizer import build_tokenizer
+from spd_jax.weights.location import resolve
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """Text to ids and back.
+
+    `digest` is a sha256 over vocabulary and merges: equal for equal tokenizers, whatever file they come from. `size` is
+    the number of ids that stand for a token; a model may have more embedding rows, and ids from `size` on are never to
+    be emitted.
+    """
+
+    inner: Any
+    digest: str
+    size: int
+    origin: str
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Ids of a text; special tokens written in it are recognised.
+
+        With `add_special` the begin and end tokens are added that the tokenizer is set up to add, but never a second
+        begin token in front of one that the text already starts with.
+        """
+        begin = self.inner.bos_token
+        ids = list(self.inner.encode(text, add_special_tokens=add_special))
+        if begin and text.startswith(begin) and ids[:2] == [self.inner.bos_token_id] * 2:
+            return ids[1:]
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of ids; incomplete UTF-8 becomes U+FFFD."""
+        return self.inner.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **template_arguments: Any
+    ) -> list[int]:
+        """Ids of a conversation in the model's chat template.
+
+        The template writes the begin token where the model wants one, so the tokenizer adds none. Messages are
+        `{"role": ..., "content": ...}`; further arguments go to the template.
+
+        Raises:
+            ValueError: the tokenizer has no chat template.
+        """
+        return self.encode(
+            self.chat_text(messages, add_generation_prompt=add_generation_prompt, **template_arguments),
+            add_special=False,
+        )
+
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **template_arguments: Any
+    ) -> str:
+        """A conversation in the model's chat template, as text.
+
+        Raises:
+            ValueError: the tokenizer has no chat template.
+        """
+        if self.inner.chat_template is None:
+            raise ValueError(f"{self.origin}: the tokenizer has no chat template; encode plain text instead")
+        return self.inner.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **template_arguments,
+        )
+
+
+def load_tokenizer(location: str | Path) -> Tokenizer:
+    """The tokenizer of a model; `location` as for `open_target`, and also a folder with only a tokenizer.
+
+    Raises:
+        FileNotFoundError: nothing is there, or no tokenizer in it.
+        ValueError: a GGUF tokenizer without rules here.
+    """
+    path = resolve(location)
+    inner = _of_folder(path) if path.is_dir() else _of_gguf(path)
+    return wrap_tokenizer(inner, str(path))
+
+
+def wrap_tokenizer(inner: Any, origin: str) -> Tokenizer:
+    """A transformers fast tokenizer as a `Tokenizer`."""
+    model = json.loads(inner.backend_tokenizer.to_str())["model"]
+    vocabulary = inner.get_vocab()
+    merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in model.get("merges", [])]
+    text = json.dumps([sorted(vocabulary.items()), merges], ensure_ascii=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return Tokenizer(inner, digest, max(vocabulary.values()) + 1, origin)
+
+
+def _of_folder(folder: Path) -> Any:
+    if not any((folder / name).exists() for name in _FILES):
+        raise FileNotFoundError(f"{folder}: holds no tokenizer (looked for {', '.join(_FILES)})")
+    if (folder / "tokenizer.json").exists():
+        # Exactly what the file says; AutoTokenizer's classes rebuild parts of it from their own rules.
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _of_gguf(path: Path) -> Any:
+    source = GgufFile(path)
+    tokens = source.metadata.get("tokenizer.ggml.tokens", [])
+    named = {
+        f"{name}_token": tokens[source.metadata[f"tokenizer.ggml.{key}_token_id"]]
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        if f"tokenizer.ggml.{key}_token_id" in source.metadata
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=build_tokenizer(source.metadata, source.origin),
+        chat_template=source.metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
