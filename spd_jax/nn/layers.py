@@ -9,6 +9,7 @@ The layer does not know where keys and values are kept: it hands its new ones to
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -35,7 +36,7 @@ class Attend(Protocol):
     `[B, T, K, H]` of the same rows; returns the mixed values `[B, T, K, G, H]` and what the caller wants to keep.
     """
 
-    def __call__(self, q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array) -> tuple[Array, Any]: ...
+    def __call__(self, q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array, /) -> tuple[Array, Any]: ...
 
 
 class Linear(nnx.Module):
@@ -127,3 +128,11 @@ class DecoderLayer(nnx.Module):
             x_BTD = x_BTD + mixed
         with jax.named_scope("mlp"):
             return x_BTD + self.mlp(self.mlp_norm(x_BTD)), kept
+
+
+@functools.cache
+def layer_structure(config: LayerConfig) -> tuple[Any, dict[tuple[str, ...], tuple[int, ...]]]:
+    """Graph definition of a layer kind, and the shape at every parameter path; nothing is allocated."""
+    abstract = nnx.eval_shape(lambda: DecoderLayer(config, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(abstract)
+    return graphdef, {tuple(map(str, path)): leaf.get_value().shape for path, leaf in nnx.to_flat_state(state)}

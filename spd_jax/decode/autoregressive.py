@@ -1,0 +1,289 @@
+"""Autoregressive decoding on one device: the oracle of the tests and the baseline of every speed claim.
+
+The same layers, attention, sampling and bookkeeping as the pipelined decoder, one token a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from spd_jax import struct
+from spd_jax.decode.batch import Batch, bucket, make_batch
+from spd_jax.decode.options import Generation, Options, Piece
+from spd_jax.decode.sampling import (
+    TARGET,
+    SamplingMode,
+    SamplingNumbers,
+    best,
+    gumbel,
+    log_normaliser,
+    log_probs,
+    row_keys,
+)
+from spd_jax.decode.state import IDLE, UNDRAFTED
+from spd_jax.models.decoder import Decoder, run_layers
+from spd_jax.nn.attention import attend_prefix_and_rows
+from spd_jax.nn.layers import Attend
+from spd_jax.nn.rope import rope_table
+
+
+@struct.dataclass
+class StepState:
+    """`k`, `v`: `[B, K, S, H]` per layer; `token` `[B]` is at position `position` `[B]`, not yet in the cache."""
+
+    k: tuple[Array, ...]
+    v: tuple[Array, ...]
+    token: Array
+    position: Array
+    active: Array
+    emitted: Array
+    limit: Array
+    keys: Array
+
+
+@struct.dataclass
+class StepRequest:
+    """Sampling numbers, ids that end a sequence, ids (a mask `[V]`) that may occur."""
+
+    numbers: SamplingNumbers
+    eos: Array
+    allowed: Array
+
+
+class AutoregressiveDecoder:
+    """One token a step on one device.
+
+    Args:
+        decoder: the model; it is split once, its arrays are passed to every program.
+        num_tokens: ids from here on are padding and never emitted.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        max_length: int | None = None,
+        steps_per_dispatch: int = 16,
+        prefill_chunk: int = 128,
+        num_tokens: int | None = None,
+    ):
+        self.config = decoder.config
+        self.max_length = decoder.config.max_position if max_length is None else max_length
+        self.steps_per_dispatch, self.prefill_chunk = steps_per_dispatch, prefill_chunk
+        self._num_tokens = self.config.vocab_size if num_tokens is None else num_tokens
+        self._dtype = decoder.embedding[...].dtype
+        self._graphdef, self._state = nnx.split(decoder)
+        self._programs: dict[Any, Any] = {}
+
+    def generate(self, prompts: Sequence[Sequence[int]], options: Options) -> Generation:
+        """Decode a batch to its end; errors as `PipelineDecoder.generate`."""
+        generation = Generation([])
+        for _ in self.stream(prompts, options, generation):
+            pass
+        return generation
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], options: Options, generation: Generation | None = None
+    ) -> Iterator[Piece]:
+        """Yield pieces as they are decoded; `generation`, if given, is filled with results and times."""
+        options = dataclasses.replace(options, forced_drafts=None)
+        batch = make_batch(prompts, options, self.config.vocab_size, self.max_length)
+        generation = Generation([]) if generation is None else generation
+        generation.results = batch.results
+        if not batch.active.any():
+            return
+        start = time.perf_counter()
+        prefill, dispatch, grow = self._compiled(options.sampling.mode, options.log_probs)
+        request = self._request(batch)
+        state, token, log_prob = prefill(self._state, request, *self._prompt(batch))
+        pieces = batch.first(np.asarray(token), np.asarray(log_prob))
+        generation.prefill_seconds = time.perf_counter() - start
+        yield from pieces
+        start, step = time.perf_counter(), 0
+        while batch.active.any():
+            needed = bucket(batch.longest() + self.steps_per_dispatch)
+            if needed > state.k[0].shape[2]:
+                state = grow(state, needed)
+            state = struct.replace(state, active=jnp.asarray(batch.active))
+            state, log = dispatch(self._state, request, state)
+            event, token, log_prob = jax.device_get(log)
+            pieces = batch.extend(step, event, token, log_prob, np.full_like(token, -1))
+            step += self.steps_per_dispatch
+            generation.decode_seconds += time.perf_counter() - start
+            yield from pieces
+            start = time.perf_counter()
+
+    def _request(self, batch: Batch) -> StepRequest:
+        allowed = np.arange(self.config.vocab_size) < self._num_tokens
+        allowed[list(batch.banned_ids)] = False
+        eos = jnp.asarray(batch.eos_ids or (-1,), jnp.int32)
+        return StepRequest(batch.options.sampling.numbers(), eos, jnp.asarray(allowed))
+
+    def _prompt(self, batch: Batch) -> tuple[Any, ...]:
+        longest = int(batch.lengths.max())
+        padded = -(-longest // self.prefill_chunk) * self.prefill_chunk
+        capacity = bucket(max(padded, longest + 1 + self.steps_per_dispatch))
+        shape = (batch.size, self.config.layer.num_kv_heads, capacity, self.config.layer.head_dim)
+        dtype = self._dtype
+        caches = tuple(jnp.zeros(shape, dtype) for _ in range(2 * self.config.num_layers))
+        arrays = (batch.padded_ids(capacity), batch.lengths, batch.limits, batch.seeds())
+        return caches, *map(jnp.asarray, arrays)
+
+    def _compiled(self, mode: SamplingMode, with_log_probs: bool) -> tuple[Any, Any, Any]:
+        key = (mode, with_log_probs)
+        if key not in self._programs:
+            body = _Programs(self._graphdef, mode, with_log_probs, self.steps_per_dispatch, self.prefill_chunk)
+            self._programs[key] = (
+                jax.jit(body.prefill, donate_argnums=2),
+                jax.jit(body.dispatch, donate_argnums=2),
+                jax.jit(_grow, static_argnums=1),
+            )
+        return self._programs[key]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Programs:
+    """The traced functions; static facts are fields."""
+
+    graphdef: Any
+    mode: SamplingMode
+    with_log_probs: bool
+    steps: int
+    chunk: int
+
+    def choose(self, logits: Array, request: StepRequest, position: Array, keys: Array) -> tuple[Array, Array]:
+        """The next token of every sequence and its log-probability (zeros if not asked for)."""
+        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+        logits = jnp.where(request.allowed, logits, -jnp.inf)
+        scores = logits
+        if not self.mode.greedy:
+            filtered = log_probs(logits, ids, self.mode, request.numbers)
+            scores = filtered + gumbel(keys, position, TARGET, ids)
+        _, token = best(scores, ids)
+        if not self.with_log_probs:
+            return token, jnp.zeros(token.shape, jnp.float32)
+        at = jnp.take_along_axis(logits, token[:, None], axis=-1)
+        return token, (at - log_normaliser(logits))[:, 0]
+
+    def rows(
+        self, model: Decoder, ids_BT: Array, start: Array, k: tuple[Array, ...], v: tuple[Array, ...]
+    ) -> tuple[Array, list[tuple[Array, Array]]]:
+        """Hidden states of new rows at positions start.. and their keys and values `[B, K, T, H]`."""
+        batch, length = ids_BT.shape
+        positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)
+        rope = rope_table(model.config.rope, model.config.layer.head_dim, positions)
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (batch, length, length))
+
+        def attend(layer: int) -> Attend:
+            def over(q: Array, new_k: Array, new_v: Array) -> tuple[Array, tuple[Array, Array]]:
+                new_k, new_v = jnp.swapaxes(new_k, 1, 2), jnp.swapaxes(new_v, 1, 2)
+                mixed = attend_prefix_and_rows(q, k[layer], v[layer], start, new_k, new_v, mask)
+                return mixed, (new_k, new_v)
+
+            return over
+
+        x_BTD = model.embedding[...][ids_BT]
+        hiddens, kept = run_layers(model.layers, x_BTD, rope, [attend(i) for i in range(len(model.layers))])
+        return hiddens[-1], kept
+
+    def prefill(
+        self,
+        weights: Any,
+        request: StepRequest,
+        caches: tuple[Array, ...],
+        ids: Array,
+        lengths: Array,
+        limit: Array,
+        seeds: Array,
+    ) -> tuple[StepState, Array, Array]:
+        """Fill the cache chunk by chunk and choose the first token."""
+        model = nnx.merge(self.graphdef, weights)
+        half, batch = len(caches) // 2, ids.shape[0]
+        size = model.config.hidden_size
+
+        def body(index: Array, carry: Any) -> Any:
+            caches, final = carry
+            start = index * self.chunk
+            piece = jax.lax.dynamic_slice_in_dim(ids, start, self.chunk, axis=1)
+            hidden, kept = self.rows(
+                model, piece, jnp.full((batch,), 1, jnp.int32) * start, caches[:half], caches[half:]
+            )
+            rows = [k for k, _ in kept] + [v for _, v in kept]
+            caches = tuple(
+                jax.lax.dynamic_update_slice(cache, row, (0, 0, start, 0))
+                for cache, row in zip(caches, rows, strict=True)
+            )
+            inside = lengths - 1 - start
+            picked = jnp.take_along_axis(hidden, jnp.clip(inside, 0, self.chunk - 1)[:, None, None], axis=1)[:, 0]
+            return caches, jnp.where(((inside >= 0) & (inside < self.chunk))[:, None], picked, final)
+
+        count = (jnp.max(lengths) + self.chunk - 1) // self.chunk
+        final = jnp.zeros((batch, size), model.embedding[...].dtype)
+        caches, final = jax.lax.fori_loop(0, count, body, (caches, final))
+        keys = row_keys(seeds)
+        token, log_prob = self.choose(model.logits(final), request, lengths, keys)
+        ended = jnp.any(token[:, None] == request.eos, axis=1) | (limit <= 1)
+        emitted = jnp.ones((batch,), jnp.int32)
+        state = StepState(caches[:half], caches[half:], token, lengths, ~ended, emitted, limit, keys)
+        return state, token, log_prob
+
+    def step(self, model: Decoder, request: StepRequest, state: StepState) -> tuple[StepState, Any]:
+        """One token for every active sequence."""
+        hidden, kept = self.rows(model, state.token[:, None], state.position, state.k, state.v)
+        token, log_prob = self.choose(model.logits(hidden[:, 0]), request, state.position + 1, state.keys)
+        emitted = state.emitted + state.active.astype(jnp.int32)
+        ended = jnp.any(token[:, None] == request.eos, axis=1) | (emitted >= state.limit)
+
+        def write(cache: Array, row: Array) -> Array:
+            for b in range(cache.shape[0]):
+                cache = jax.lax.dynamic_update_slice(cache, row[b : b + 1], (b, 0, state.position[b], 0))
+            return cache
+
+        event = jnp.where(state.active, UNDRAFTED, IDLE).astype(jnp.int32)
+        log = (event, jnp.where(state.active, token, -1), log_prob)
+        new = StepState(
+            k=tuple(write(cache, row) for cache, (row, _) in zip(state.k, kept, strict=True)),
+            v=tuple(write(cache, row) for cache, (_, row) in zip(state.v, kept, strict=True)),
+            token=jnp.where(state.active, token, state.token),
+            position=state.position + state.active.astype(jnp.int32),
+            active=state.active & ~ended,
+            emitted=emitted,
+            limit=state.limit,
+            keys=state.keys,
+        )
+        return new, log
+
+    def dispatch(self, weights: Any, request: StepRequest, state: StepState) -> tuple[StepState, Any]:
+        """Up to `steps` steps, fewer when all sequences have ended; the log is `[steps, B]`."""
+        model = nnx.merge(self.graphdef, weights)
+        shape = (self.steps, state.token.shape[0])
+        log = (jnp.zeros(shape, jnp.int32), jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
+
+        def body(carry: Any) -> Any:
+            index, state, log = carry
+            state, entry = self.step(model, request, state)
+            log = jax.tree.map(lambda whole, row: jax.lax.dynamic_update_index_in_dim(whole, row, index, 0), log, entry)
+            return index + 1, state, log
+
+        def more(carry: Any) -> Array:
+            index, state, _ = carry
+            return (index < self.steps) & jnp.any(state.active)
+
+        _, state, log = jax.lax.while_loop(more, body, (jnp.int32(0), state, log))
+        return state, log
+
+
+def _grow(state: StepState, capacity: int) -> StepState:
+    def pad(x: Array) -> Array:
+        return jnp.pad(x, ((0, 0), (0, 0), (0, capacity - x.shape[2]), (0, 0)))
+
+    return struct.replace(state, k=tuple(map(pad, state.k)), v=tuple(map(pad, state.v)))

@@ -1,0 +1,122 @@
+"""The compute step of a cycle: this rank's stage layers on its one column, or the draft layers on the staircase.
+
+Stage: the column's new keys go into its window column; it attends to the committed region and to the columns before it.
+Draft: one row for each depth 0..n (row k is the position that has completed k stages; row n has just left the
+pipeline); rows attend to the draft's committed region and to each other by position. Only the departed row's keys are
+kept: they are final, the rest of the staircase is recomputed in every cycle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from spd_jax.cache.entries import AttentionCache, Window, window_rows, write_column
+from spd_jax.decode import ranks
+from spd_jax.decode.roles import run_slots, stack_hiddens, switch_roles
+from spd_jax.decode.state import Control, DecodeState
+from spd_jax.nn.attention import attend_prefix_and_rows
+from spd_jax.nn.layers import Attend
+from spd_jax.nn.rope import rope_table
+from spd_jax.parallel.stack import PipelineParams, Program
+
+
+def column_positions(control: Control, columns: int) -> Array:
+    """`[B, C]`: the latest position <= newest that lives in each window column (it may have left the window's use)."""
+    newest = control.newest[:, None]
+    return newest - (newest - jnp.arange(columns, dtype=jnp.int32)) % columns
+
+
+def _stage_attend(cache: AttentionCache, control: Control, position_B: Array) -> Attend:
+    columns = cache.window.k.shape[2]
+    positions = column_positions(control, columns)
+    mask_BC = (positions >= control.committed[:, None]) & (positions <= position_B[:, None])
+
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, Window]:
+        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # B K W H
+        window = write_column(cache.window, position_B % columns, position_B >= 0, k, v)
+        rows_k, rows_v = window_rows(window)
+        mask = jnp.broadcast_to(mask_BC[:, None], (mask_BC.shape[0], q.shape[1], columns))
+        return attend_prefix_and_rows(q, cache.k, cache.v, control.committed, rows_k, rows_v, mask), window
+
+    return attend
+
+
+def _draft_attend(cache: AttentionCache, control: Control, positions_BT: Array) -> Attend:
+    columns = cache.window.k.shape[2]
+    mask = (positions_BT >= 0)[:, None, :] & (positions_BT[:, None, :] <= positions_BT[:, :, None])
+
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, Window]:
+        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # B K T H, T = n + 1 depths
+        mixed = attend_prefix_and_rows(q, cache.k, cache.v, control.drafted, k, v, mask)
+        departed = (control.drafted % columns, control.departed >= 0)
+        return mixed, write_column(cache.window, *departed, k[:, :, -1:], v[:, :, -1:])
+
+    return attend
+
+
+def compute(
+    program: Program, params: PipelineParams, state: DecodeState
+) -> tuple[Array, Array, tuple[Any, ...], Array]:
+    """Run this rank's role.
+
+    Returns:
+        hidden states after each of the stage's layers `[slots, B, W, D]` (zeros without a stage), the draft's hidden
+        state at the newest position `[B, W, D]` (zeros elsewhere), the windows of all slots, and whether everything
+        that counts is finite.
+    """
+    control, taps, table = state.control, state.taps, program.slots
+    batch, width, size = state.hidden.shape
+    stage_index = ranks.stage_number(program) - 1
+    position_B = jnp.where(
+        stage_index >= 0,
+        jnp.take(control.stage_position, jnp.maximum(stage_index, 0), axis=1),
+        jnp.full((batch,), -1, jnp.int32),
+    )
+    kinds = table.kinds
+
+    def stage(slots: tuple[int, ...]) -> tuple[Array, dict[int, Any]]:
+        rope = rope_table(
+            program.target.rope, program.target.layer.head_dim, jnp.broadcast_to(position_B[:, None], (batch, width))
+        )
+        hiddens, kept = run_slots(
+            slots,
+            kinds,
+            params.slots,
+            state.hidden,
+            rope,
+            lambda s: _stage_attend(state.caches[s], control, position_B),
+        )
+        return stack_hiddens(hiddens, table.max_stage_slots), kept
+
+    positions = jnp.concatenate([control.stage_position, control.departed[:, None]], axis=1)  # by depth 0..n
+
+    def draft(slots: tuple[int, ...]) -> tuple[Array, dict[int, Any]]:
+        rope = rope_table(program.draft_rope, program.draft_layer.head_dim, positions)
+        newest = jnp.matmul(taps.newest, params.newest.T)
+        x_BTD = jnp.concatenate([newest[:, None], taps.features], axis=1)[:, :, 0]
+        hiddens, kept = run_slots(
+            slots, kinds, params.slots, x_BTD, rope, lambda s: _draft_attend(state.caches[s], control, positions)
+        )
+        row = jnp.argmax(control.stage_position, axis=1)  # depth of the newest position: 0 without bubbles
+        return jnp.take_along_axis(hiddens[-1], row[:, None, None], axis=1), kept
+
+    dtype = state.hidden.dtype
+    drafting = jnp.any(control.active) & (program.plan.num_stages > 1)
+    with jax.named_scope("compute"):
+        hiddens, drafted, windows = switch_roles(
+            table,
+            jnp.any(position_B >= 0),
+            drafting & ranks.is_draft_rank(program),
+            stage,
+            draft,
+            lambda slot: state.caches[slot].window,
+            jax.ShapeDtypeStruct((table.max_stage_slots, batch, width, size), dtype),
+            jax.ShapeDtypeStruct((batch, width, size), dtype),
+        )
+    finite = jnp.all(jnp.isfinite(hiddens[-1]) | (position_B < 0)[:, None, None])
+    finite &= jnp.all(jnp.isfinite(drafted) | ~control.active[:, None, None])
+    return hiddens, drafted, windows, finite

@@ -1,0 +1,154 @@
+"""The pipelined decoder: prompts in, verified tokens out, a few cycles a dispatch.
+
+Owns the compiled programs and the growth of the cache; the host reads a log every K cycles (streaming), never a token
+at a time. Knows ids, not text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from spd_jax import struct
+from spd_jax.decode.batch import Batch, bucket, make_batch
+from spd_jax.decode.heads import Mode, Request
+from spd_jax.decode.options import Generation, Options, Piece
+from spd_jax.decode.programs import grow_state, make_caches, make_dispatch, make_prefill
+from spd_jax.decode.state import DecodeState
+from spd_jax.parallel.mesh import replicated
+from spd_jax.parallel.stack import PipelineParams, Program
+
+
+class FaultError(ArithmeticError):
+    """A rank produced a number that is not finite; names rank, stage and layers."""
+
+
+class PipelineDecoder:
+    """Speculative pipeline decoding on a stage mesh.
+
+    Args:
+        program, params, mesh: from `spd_jax.parallel`.
+        max_length: longest sequence, prompt included (default: the model's).
+        cycles_per_dispatch: cycles between two looks of the host.
+        prefill_chunk: prompt tokens a stage works on at a time.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        params: PipelineParams,
+        mesh: Mesh,
+        *,
+        max_length: int | None = None,
+        cycles_per_dispatch: int = 16,
+        prefill_chunk: int = 128,
+    ):
+        longest = program.target.max_position
+        if max_length is not None and not 1 < max_length <= longest:
+            raise ValueError(f"max_length must lie in 2..{longest} (the model's positions), found {max_length}")
+        self.program, self.params, self.mesh = program, params, mesh
+        self.max_length = longest if max_length is None else max_length
+        self.cycles_per_dispatch, self.prefill_chunk = cycles_per_dispatch, prefill_chunk
+        self._prefills: dict[Mode, Any] = {}
+        self._dispatches: dict[Mode, Any] = {}
+
+    def generate(self, prompts: Sequence[Sequence[int]], options: Options) -> Generation:
+        """Decode a batch to its end.
+
+        Raises:
+            BatchError: a prompt or option that cannot be decoded; nothing has run then.
+            FaultError: a rank produced NaN or infinity.
+        """
+        generation = Generation([])
+        for _ in self.stream(prompts, options, generation):
+            pass
+        return generation
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], options: Options, generation: Generation | None = None
+    ) -> Iterator[Piece]:
+        """Yield pieces as they are verified; `generation`, if given, is filled with results and times."""
+        batch = make_batch(prompts, options, self.program.target.vocab_size, self.max_length)
+        generation = Generation([]) if generation is None else generation
+        generation.results = batch.results
+        if not batch.active.any():
+            return
+        start = time.perf_counter()
+        request, banned = self._request(batch)
+        mode = Mode(options.sampling.mode, options.log_probs)
+        state, token, log_prob = self._prefill(batch, mode, request, banned)
+        pieces = batch.first(np.asarray(token), np.asarray(log_prob))
+        self._check(state)
+        generation.prefill_seconds = time.perf_counter() - start
+        yield from pieces
+        start = time.perf_counter()
+        cycle = 0
+        while batch.active.any():
+            state = self._ready(batch, state)
+            state, log = self._dispatch(mode)(self.params, request, state, banned)
+            event, token, log_prob, draft = jax.device_get((log.event, log.token, log.log_prob, log.draft))
+            self._check(state)
+            pieces = batch.extend(cycle, event, token, log_prob, draft)
+            cycle += self.cycles_per_dispatch
+            generation.decode_seconds += time.perf_counter() - start
+            yield from pieces
+            start = time.perf_counter()
+
+    def _request(self, batch: Batch) -> tuple[Request, Array]:
+        forced = batch.forced(bucket(int((batch.lengths + batch.limits).max())))
+        request = Request(
+            batch.options.sampling.numbers(),
+            jnp.asarray(batch.eos_ids or (-1,), jnp.int32),
+            None if forced is None else jnp.asarray(forced),
+        )
+        return jax.device_put((request, jnp.asarray(batch.banned_ids or (-1,), jnp.int32)), replicated(self.mesh))
+
+    def _prefill(self, batch: Batch, mode: Mode, request: Request, banned: Array) -> tuple[DecodeState, Array, Array]:
+        if mode not in self._prefills:
+            self._prefills[mode] = make_prefill(self.program, mode, self.mesh, self.prefill_chunk)
+        padded = -(-int(batch.lengths.max()) // self.prefill_chunk) * self.prefill_chunk
+        capacity = bucket(max(padded, self._positions_needed(int(batch.lengths.max()) + 1)))
+        dtype = self.params.embedding.dtype
+        caches = make_caches(self.program, self.mesh, batch.size, capacity, 1, dtype)
+        arrays = (batch.padded_ids(capacity), batch.lengths, batch.limits, batch.seeds())
+        placed = jax.device_put(arrays, replicated(self.mesh))
+        return self._prefills[mode](self.params, request, caches, *placed, banned)
+
+    def _dispatch(self, mode: Mode) -> Any:
+        if mode not in self._dispatches:
+            self._dispatches[mode] = make_dispatch(self.program, mode, self.mesh, self.cycles_per_dispatch)
+        return self._dispatches[mode]
+
+    def _positions_needed(self, used: int) -> int:
+        """Positions that a dispatch may touch: one a cycle, and spare rows that a clamped write must not hit."""
+        return used + self.cycles_per_dispatch + self.program.plan.num_columns
+
+    def _ready(self, batch: Batch, state: DecodeState) -> DecodeState:
+        """Grow the cache if the next dispatch may need it; end sequences that the host has ended."""
+        capacity = state.caches[0].k.shape[-2]
+        needed = bucket(self._positions_needed(batch.longest()))
+        if needed > capacity:
+            state = grow_state(state, needed)
+        active = jax.device_put(batch.active, replicated(self.mesh))
+        return struct.replace(state, control=struct.replace(state.control, active=active))
+
+    def _check(self, state: DecodeState) -> None:
+        fault = np.asarray(state.control.fault)
+        if not fault.any():
+            return
+        plan = self.program.plan
+        rank = int(np.flatnonzero(fault)[0])
+        stage = plan.stage_of_rank(rank)
+        what = "the speculation module" if stage is None else f"stage {stage}"
+        if stage is not None:
+            layers = plan.layers_of_stage(stage)
+            what += f" (layers {layers.start}..{layers.stop - 1})"
+        committed = np.asarray(state.control.committed).tolist()
+        raise FaultError(f"{what} on rank {rank} produced NaN or infinity; verified lengths were {committed}")

@@ -1,0 +1,210 @@
+"""Chunked, pipelined prefill on one rank.
+
+The prompt is cut into chunks; at tick t stage s works on chunk t - (s - 1), so all stages are busy on a long prompt,
+and the draft layers follow as one more stage. Hidden state and taps travel together to the next rank; the ring closes
+from the last stage to the draft rank, where every prompt position is complete (type f(n) features).
+
+Runs inside a shard_map over axis `stage`. The number of chunks is data: one compilation serves all prompt lengths of a
+cache capacity.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from spd_jax import struct
+from spd_jax.cache.entries import AttentionCache, write_chunk
+from spd_jax.decode import ranks
+from spd_jax.decode.heads import Mode, Request, first_token
+from spd_jax.decode.roles import run_slots, stack_hiddens, switch_roles
+from spd_jax.decode.state import Control, DecodeState, Taps
+from spd_jax.nn.attention import attend_prefix_and_rows
+from spd_jax.nn.layers import Attend
+from spd_jax.nn.rope import rope_table
+from spd_jax.parallel.mesh import AXIS, gather_ranks, psum_packed, shift, varying
+from spd_jax.parallel.stack import PipelineParams, Program
+from spd_jax.parallel.vocab import local_embedding
+
+
+@struct.dataclass
+class _Carry:
+    """`ring` `[B, T, 1 + m, D]`: hidden state and taps from the rank before; `final` `[B, D]`: last stage's output at
+    the last prompt position."""
+
+    caches: tuple[AttentionCache, ...]
+    ring: Array
+    final: Array
+
+
+def _attend(cache: AttentionCache, start: Array, batch: int, length: int) -> Attend:
+    prefix = jnp.full((batch,), 1, jnp.int32) * start
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (batch, length, length))
+
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
+        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        return attend_prefix_and_rows(q, cache.k, cache.v, prefix, k, v, mask), (k, v)
+
+    return attend
+
+
+def prefill_chunks(
+    program: Program,
+    params: PipelineParams,
+    caches: tuple[AttentionCache, ...],
+    ids_BP: Int[Array, "B P"],
+    lengths_B: Int[Array, " B"],
+    chunk: int,
+) -> tuple[tuple[AttentionCache, ...], Array]:
+    """Fill the committed caches of all stages and of the draft; returns them and the final hidden state `[B, D]`.
+
+    Args:
+        ids_BP: prompts, padded on the right; P is a multiple of `chunk` and at most the capacity of the caches.
+    """
+    plan, table = program.plan, program.slots
+    batch, anchors, size = ids_BP.shape[0], len(plan.anchors), program.target.hidden_size
+    stage_index = ranks.stage_number(program) - 1
+    where, owned = ranks.tap_slots(program)
+    draft_slot = ranks.is_draft_slot(program)
+    chunks = (jnp.max(lengths_B) + chunk - 1) // chunk
+    projection = _whole_projection(params.aggregate[plan.anchor_type[-1]], size)
+    dtype = params.embedding.dtype
+    last_start = ids_BP.shape[1] - chunk
+
+    def tick(index: Array, carry: _Carry) -> _Carry:
+        stage_chunk, draft_chunk = index - stage_index, index - plan.num_stages
+        stage_valid = (stage_index >= 0) & (stage_chunk >= 0) & (stage_chunk < chunks)
+        draft_valid = (draft_chunk >= 0) & ranks.is_draft_rank(program)
+        stage_start = jnp.clip(stage_chunk * chunk, 0, last_start)
+        draft_start = jnp.clip(draft_chunk * chunk, 0, last_start)
+        entering = jax.lax.dynamic_slice_in_dim(ids_BP, jnp.clip(index * chunk, 0, last_start), chunk, axis=1)
+        embedding = jax.lax.psum(local_embedding(params.embedding, entering), AXIS)
+        is_first = stage_index == 0
+        x_BTD = jnp.where(is_first, embedding, carry.ring[:, :, 0])
+        taps = jnp.where(is_first & (jnp.arange(anchors) == 0)[:, None], embedding[:, :, None], carry.ring[:, :, 1:])
+
+        def stage(slots: tuple[int, ...]) -> tuple[Array, dict[int, Any]]:
+            positions = jnp.broadcast_to(stage_start + jnp.arange(chunk, dtype=jnp.int32), (batch, chunk))
+            rope = rope_table(program.target.rope, program.target.layer.head_dim, positions)
+            hiddens, kept = run_slots(
+                slots,
+                table.kinds,
+                params.slots,
+                x_BTD,
+                rope,
+                lambda s: _attend(carry.caches[s], stage_start, batch, chunk),
+            )
+            return stack_hiddens(hiddens, table.max_stage_slots), kept
+
+        def draft(slots: tuple[int, ...]) -> tuple[Array, dict[int, Any]]:
+            positions = jnp.broadcast_to(draft_start + jnp.arange(chunk, dtype=jnp.int32), (batch, chunk))
+            rope = rope_table(program.draft_rope, program.draft_layer.head_dim, positions)
+            features = jnp.matmul(carry.ring[:, :, 1:].reshape(batch, chunk, anchors * size), projection.T)
+            _, kept = run_slots(
+                slots,
+                table.kinds,
+                params.slots,
+                features,
+                rope,
+                lambda s: _attend(carry.caches[s], draft_start, batch, chunk),
+            )
+            return jnp.zeros((), dtype), kept  # only keys and values are wanted
+
+        def nothing(slot: int) -> tuple[Array, Array]:
+            kind = table.kinds[slot]
+            zeros = jnp.zeros((batch, kind.num_kv_heads, chunk, kind.head_dim), dtype)
+            return zeros, zeros
+
+        shape = (table.max_stage_slots, batch, chunk, size)
+        hiddens, _, kept = switch_roles(
+            table,
+            stage_valid,
+            draft_valid,
+            stage,
+            draft,
+            nothing,
+            jax.ShapeDtypeStruct(shape, dtype),
+            jax.ShapeDtypeStruct((), dtype),
+        )
+        made = jnp.moveaxis(hiddens[where], 0, 2)
+        taps = taps.at[:, :, 1:].set(jnp.where(owned[:, None], made, taps[:, :, 1:]))
+        ring = shift(jnp.concatenate([hiddens[-1][:, :, None], taps], axis=2))
+        inside = lengths_B - 1 - stage_start
+        picked = jnp.take_along_axis(hiddens[-1], jnp.clip(inside, 0, chunk - 1)[:, None, None], axis=1)[:, 0]
+        ends_here = stage_valid & (stage_index == plan.num_stages - 1) & (inside >= 0) & (inside < chunk)
+        final = jnp.where(ends_here[:, None], picked, carry.final)
+        written = [
+            write_chunk(
+                cache,
+                jnp.where(draft_slot[slot], draft_start, stage_start),
+                jnp.where(draft_slot[slot], draft_valid, stage_valid),
+                *kept[slot],
+            )
+            for slot, cache in enumerate(carry.caches)
+        ]
+        return _Carry(tuple(written), ring, final)
+
+    ring = jnp.zeros((batch, chunk, 1 + anchors, size), dtype)
+    start = _Carry(caches, varying(ring), varying(jnp.zeros((batch, size), dtype)))
+    ticks = chunks + plan.num_stages
+    end = jax.lax.fori_loop(0, ticks, tick, start)
+    return end.caches, jax.lax.psum(end.final, AXIS)
+
+
+def _whole_projection(slice_DF: Array, size: int) -> Array:
+    """The projection whose output rows are spread over the ranks, whole on every rank (for the time of the prefill)."""
+    ranks_total = jax.lax.axis_size(AXIS)
+    here = jnp.arange(ranks_total) == jax.lax.axis_index(AXIS)
+    placed = jnp.where(here[:, None, None], slice_DF, jnp.zeros((), slice_DF.dtype))
+    return jax.lax.psum(placed, AXIS).reshape(-1, slice_DF.shape[1])[:size]
+
+
+def prefill(
+    program: Program,
+    mode: Mode,
+    params: PipelineParams,
+    request: Request,
+    caches: tuple[AttentionCache, ...],
+    ids_BP: Array,
+    lengths_B: Array,
+    limit_B: Array,
+    keys_B: Array,
+    chunk: int,
+) -> tuple[DecodeState, Array, Array]:
+    """Prefill, draw the first token, set up the first cycle; returns the state, the token and its log-probability."""
+    plan = program.plan
+    batch, size, stages, columns = ids_BP.shape[0], program.target.hidden_size, plan.num_stages, plan.num_columns
+    caches, final = prefill_chunks(program, params, caches, ids_BP, lengths_B, chunk)
+    dtype = final.dtype
+    token, log_prob = first_token(program, params, mode, request, final, lengths_B, keys_B)
+    finished = jnp.any(token[:, None] == request.eos, axis=1) | (limit_B <= 1)
+    fault = gather_ranks((~jnp.all(jnp.isfinite(final))).astype(jnp.int32)) != 0
+    here = jnp.arange(columns) == (lengths_B % columns)[:, None]
+    alone = jnp.concatenate([lengths_B[:, None], jnp.full((batch, stages - 1), -1, jnp.int32)], axis=1)
+    control = Control(
+        stage_position=jnp.where(finished[:, None], -1, alone),
+        departed=jnp.full((batch,), -1, jnp.int32),
+        committed=lengths_B,
+        drafted=lengths_B,
+        newest=lengths_B,
+        token=jnp.where(here, token[:, None], 0)[..., None],
+        emitted=jnp.ones((batch,), jnp.int32),
+        active=~finished,
+        limit=limit_B,
+        keys=keys_B,
+        cycle=jnp.int32(0),
+        fault=fault,
+    )
+    embedding = psum_packed(local_embedding(params.embedding, token))[:, None]
+    taps = Taps(
+        taps=jnp.zeros((batch, stages, 1, len(plan.anchors), size), dtype),
+        features=jnp.zeros((batch, stages, 1, size), dtype),
+        newest=embedding,
+    )
+    log_q = None
+    if not mode.sampling.greedy:
+        log_q = varying(jnp.full((batch, columns, params.embedding.shape[0]), -jnp.inf, jnp.float32))
+    return DecodeState(control, taps, varying(embedding), caches, log_q), token, log_prob

@@ -1,0 +1,179 @@
+"""From logits to filtered distributions and draws, on a vocabulary that may be sharded.
+
+One implementation serves sampling, drafting and verification: temperature, then top-k, then top-p, the order in which
+Hugging Face applies them. top-k keeps exactly k ids, the lowest id winning ties (Hugging Face keeps all ties); top-p
+keeps the id that crosses the threshold. Probabilities are float32 log-probabilities, -inf outside the support.
+
+Random numbers are indexed by (seed of the row, position, purpose, global token id): neither a neighbour in the batch,
+nor a rejection, nor the number of ranks changes them.
+
+This module does not know where logits come from or what is done with a draw.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from spd_jax import struct
+
+# What a random number is used for; part of its key.
+DRAFT, ACCEPT, RESIDUAL, TARGET = 0, 1, 2, 3
+
+Gather = Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
+
+    Raises:
+        ValueError: values outside their ranges; filters together with temperature 0, which would be ignored.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be a finite number >= 0, found {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be >= 0 (0 keeps all ids), found {self.top_k}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must lie in (0, 1], found {self.top_p}")
+        if self.temperature == 0.0 and (self.top_k or self.top_p < 1.0):
+            raise ValueError(
+                f"top_k {self.top_k} and top_p {self.top_p} have no effect at temperature 0 (greedy): "
+                "set a temperature or drop them"
+            )
+
+    @property
+    def mode(self) -> SamplingMode:
+        """The part that decides which program is compiled."""
+        return SamplingMode(self.temperature == 0.0, self.top_k, self.top_p < 1.0)
+
+    def numbers(self) -> SamplingNumbers:
+        """The part that is data."""
+        return SamplingNumbers(jnp.float32(self.temperature or 1.0), jnp.float32(self.top_p))
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingMode:
+    """Static part of `Sampling`."""
+
+    greedy: bool
+    top_k: int
+    use_top_p: bool
+
+
+@struct.dataclass
+class SamplingNumbers:
+    """Traced part of `Sampling`, float32 scalars."""
+
+    temperature: Array
+    top_p: Array
+
+
+def one_device(tree: Any) -> Any:
+    """The gather of a vocabulary that is not sharded: a rank axis of length 1."""
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+def log_probs(
+    logits: Float[Array, "... V"],
+    ids: Int[Array, " V"],
+    mode: SamplingMode,
+    numbers: SamplingNumbers,
+    gather: Gather = one_device,
+) -> Float[Array, "... V"]:
+    """Log-probabilities of this rank's ids after temperature, top-k and top-p.
+
+    Args:
+        logits: this rank's share; -inf for ids that must not occur. At least one id somewhere must be finite.
+        ids: the global ids of the share.
+        gather: collects a pytree from all ranks as `[R, ...]`.
+    """
+    logits = logits.astype(jnp.float32) / numbers.temperature
+    if not mode.top_k and not mode.use_top_p:
+        return logits - log_normaliser(logits, gather)
+    values, kept_ids = logits, jnp.broadcast_to(ids, logits.shape)
+    if mode.top_k:
+        values, where = jax.lax.top_k(logits, min(mode.top_k, logits.shape[-1]))
+        kept_ids = ids[where]
+    values, kept_ids = (_last(x) for x in gather((values, kept_ids)))
+    negated, order_ids = jax.lax.sort((-values, kept_ids), num_keys=2)
+    candidates = -negated[..., : mode.top_k or None]
+    order_ids = order_ids[..., : mode.top_k or None]
+    normaliser = jax.nn.logsumexp(candidates, axis=-1, keepdims=True)
+    cut = jnp.full(candidates.shape[:-1], candidates.shape[-1] - 1)
+    if mode.use_top_p:
+        probabilities = jnp.exp(candidates - normaliser)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        # The first id is always kept, whatever rounding does to `before`.
+        inside = (before < numbers.top_p) | (jnp.arange(candidates.shape[-1]) == 0)
+        inside &= jnp.isfinite(candidates)
+        cut = jnp.sum(inside.astype(jnp.int32), axis=-1) - 1
+        normaliser = jax.nn.logsumexp(jnp.where(inside, candidates, -jnp.inf), axis=-1, keepdims=True)
+    last_value = jnp.take_along_axis(candidates, cut[..., None], axis=-1)
+    last_id = jnp.take_along_axis(order_ids, cut[..., None], axis=-1)
+    inside_here = (logits > last_value) | ((logits == last_value) & (ids <= last_id))
+    return jnp.where(inside_here, logits - normaliser, -jnp.inf)
+
+
+def _last(gathered: Array) -> Array:
+    """`[R, ..., k]` -> `[..., R * k]`."""
+    moved = jnp.moveaxis(gathered, 0, -2)
+    return moved.reshape(*moved.shape[:-2], -1)
+
+
+def log_normaliser(logits: Float[Array, "... V"], gather: Gather = one_device) -> Float[Array, "... 1"]:
+    """log sum exp over all ranks' ids, with the last axis kept."""
+    largest = jnp.max(logits, axis=-1)
+    base = jnp.where(jnp.isfinite(largest), largest, 0.0)  # a share without a finite logit
+    total = jnp.sum(jnp.exp(logits - base[..., None]), axis=-1)
+    bases, totals = gather((base, total))
+    top = jnp.max(bases, axis=0)
+    return (top + jnp.log(jnp.sum(totals * jnp.exp(bases - top), axis=0)))[..., None]
+
+
+def best(scores: Float[Array, "... V"], ids: Int[Array, " V"]) -> tuple[Array, Array]:
+    """Largest score of this rank and its id; the lowest id wins ties."""
+    where = jnp.argmax(scores, axis=-1)
+    return jnp.max(scores, axis=-1), ids[where]
+
+
+def best_of_ranks(values_R: Float[Array, "R ..."], ids_R: Int[Array, "R ..."]) -> tuple[Array, Array]:
+    """The winner among the ranks' best: the largest value, the lowest id among equals."""
+    top = jnp.max(values_R, axis=0)
+    return top, jnp.min(jnp.where(values_R == top, ids_R, jnp.iinfo(jnp.int32).max), axis=0)
+
+
+def row_keys(seeds_B: Int[Array, " B"]) -> Array:
+    """The base key of every sequence."""
+    return jax.vmap(jax.random.key)(seeds_B)
+
+
+def _keys(keys_B: Array, positions_B: Int[Array, " B"], purpose: int) -> Array:
+    return jax.vmap(lambda key, position: jax.random.fold_in(jax.random.fold_in(key, position), purpose))(
+        keys_B, positions_B
+    )
+
+
+def uniform(keys_B: Array, positions_B: Int[Array, " B"], purpose: int) -> Float[Array, " B"]:
+    """One uniform number in [0, 1) for every sequence."""
+    return jax.vmap(jax.random.uniform)(_keys(keys_B, positions_B, purpose))
+
+
+def gumbel(keys_B: Array, positions_B: Int[Array, " B"], purpose: int, ids: Int[Array, " V"]) -> Float[Array, "B V"]:
+    """Standard Gumbel numbers for the ids of this rank: argmax(log p + gumbel) is a draw from p."""
+
+    def of_id(key: Array, token: Array) -> Array:
+        return jax.random.gumbel(jax.random.fold_in(key, token))
+
+    return jax.vmap(jax.vmap(of_id, (None, 0)), (0, None))(_keys(keys_B, positions_B, purpose), ids)

@@ -1,0 +1,1 @@
+"""The stage mesh: devices, slots of layers per rank, vocabulary-sharded tables."""
