@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +19,7 @@ from spd_jax.config.model import ModelConfig
 Shape = tuple[int, ...]
 
 
+@runtime_checkable
 class TensorSource(Protocol):
     """Named tensors of a checkpoint; shapes and dtypes are known without reading any data.
 
@@ -36,6 +37,7 @@ class TensorSource(Protocol):
     def read(self, name: str) -> np.ndarray: ...
 
 
+@runtime_checkable
 class DescribedSource(TensorSource, Protocol):
     """A checkpoint that carries its own description (GGUF)."""
 

@@ -145,8 +145,12 @@ def read_rope(reader: FieldReader, *, max_position: int) -> RopeConfig:
         )
     parameters = FieldReader({"rope_theta": fields.get("rope_theta"), **given}, reader.origin)
     parameters.only("partial_rotary_factor", 1.0)
-    values = {field: parameters.number(key, getattr(RopeConfig, field)) for key, field in _ROPE_NUMBERS.items()}
-    values = {field: value for field, value in values.items() if value is not None}
+    present = [key for key in _ROPE_NUMBERS if parameters.fields.get(key) is not None]
+    values = {_ROPE_NUMBERS[key]: parameters.number(key, 1.0) for key in present}
+    if values.get("factor", 1.0) < 1.0 or values.get("theta", 1.0) <= 0.0:
+        parameters.problems.append(
+            f"factor must be at least 1 and rope_theta positive, found {dict(parameters.fields)}"
+        )
     original = None
     if kind in ("llama3", "yarn"):
         beside = reader.whole("original_max_position_embeddings", max_position)

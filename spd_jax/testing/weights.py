@@ -17,8 +17,8 @@ from spd_jax.weights.load import canonical_path
 class RandomWeights:
     """`TargetWeights` of a random model: the same seed and path give the same numbers, whatever else is asked for.
 
-    Maps have unit gain, so that hidden states stay of order one and greedy text does not settle on one token; norms lie
-    around 1 and biases around 0, so that a forgotten one shows.
+    Attention is sharp and the MLP strong (three times unit gain), since with plain unit gain greedy text soon repeats
+    one token and a test on it proves little. Norms lie around 1 and biases around 0, so that a forgotten one shows.
     """
 
     def __init__(self, config: ModelConfig, seed: int = 0):
@@ -41,7 +41,8 @@ class RandomWeights:
             return np.float32(0.1) * noise
         if path == "embedding":
             return np.float32(0.3) * noise
-        return noise * np.float32(shape[-1] ** -0.5)
+        gain = 3.0 if path.endswith(("qkv.weight", "down.weight")) else 1.0
+        return noise * np.float32(gain * shape[-1] ** -0.5)
 
 
 class DecoderWeights:

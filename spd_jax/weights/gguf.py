@@ -46,6 +46,7 @@ class GgufFile:
         self.metadata: Mapping[str, Any] = header.metadata
         self._data = np.frombuffer(header.data, np.uint8)
         self._tensors = header.tensors
+        self._shapes = {name: entry.shape for name, entry in header.tensors.items()}
         self._kinds = {name: _kind_name(entry.kind) for name, entry in header.tensors.items()}
         readable = {kind: kind in _PLAIN or _can_dequantise(kind) for kind in set(self._kinds.values())}
         unreadable = [f"{name} is {kind}" for name, kind in self._kinds.items() if not readable[kind]]
@@ -62,7 +63,7 @@ class GgufFile:
     @property
     def shapes(self) -> Mapping[str, Shape]:
         """Shape of every tensor, outermost axis first (GGUF writes it the other way round)."""
-        return {name: entry.shape for name, entry in self._tensors.items()}
+        return self._shapes
 
     @property
     def dtypes(self) -> Mapping[str, str]:

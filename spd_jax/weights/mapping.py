@@ -14,7 +14,7 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from spd_jax.weights.errors import WeightsError, listed
 _NOT_FLOATS = re.compile(r"(U?INT|[IU])\d+|BOOL", re.IGNORECASE)
 
 
+@runtime_checkable
 class TargetWeights(Protocol):
     """The weights of a target model, one tensor at a time.
 

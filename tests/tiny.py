@@ -1,0 +1,179 @@
+"""Tiny random Llama models, saved by transformers or written as GGUF: what the importers are compared with.
+
+Weights are larger than a fresh initialisation's and norms and biases are random too, so that logits spread over several
+units: a forgotten bias or a wrong rotation is far above the tolerance.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from spd_jax.config.model import LayerConfig, ModelConfig, RopeConfig
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    """The `ModelConfig` of `LLAMA`; changes to fields of the layer go to the layer."""
+    layer = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+    }
+    names = LayerConfig.__dataclass_fields__
+    layer |= {name: value for name, value in changes.items() if name in names}
+    model: dict[str, Any] = {
+        "family": "llama",
+        "vocab_size": 64,
+        "num_layers": 2,
+        "rope": RopeConfig(),
+        "max_position": 256,
+        "tie_embeddings": False,
+        "eos_token_ids": (2,),
+        "bos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    model |= {name: value for name, value in changes.items() if name not in names}
+    return ModelConfig(layer=LayerConfig(**layer), **model)
+
+
+def random_llama(seed: int = 0, **changes: Any) -> Any:
+    """A transformers model with `LLAMA`'s config and these changes."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**(LLAMA | changes))).eval()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "norm" in name:
+                value.copy_(1.0 + 0.2 * torch.randn_like(value))
+            elif name.endswith("bias"):
+                value.copy_(0.3 * torch.randn_like(value))
+            else:
+                value.copy_(torch.randn_like(value) * value.shape[-1] ** -0.5)
+    return model
+
+
+def save_llama(folder: Path, seed: int = 0, *, max_shard_size: str = "1GB", **changes: Any) -> Any:
+    """Save a random model as transformers does; returns the model."""
+    model = random_llama(seed, **changes)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set fields of a JSON file, or remove those given as `...`."""
+    fields = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in fields.items() if value is not ...}))
+
+
+def logits_of(model: Any, ids: np.ndarray) -> np.ndarray:
+    """A transformers model's logits in float32."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.from_numpy(ids)).logits.float().numpy()
+
+
+def random_ids(length: int, batch: int = 1, seed: int = 0, vocab_size: int = 64) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, vocab_size, (batch, length))
+
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    """llama.cpp's name of a transformers tensor."""
+    module, leaf = name.rsplit(".", 1)
+    if not module.startswith("model.layers."):
+        return f"{GGUF_NAMES[module]}.{leaf}"
+    _, _, index, rest = module.split(".", 3)
+    return f"blk.{index}.{GGUF_NAMES[rest]}.{leaf}"
+
+
+def permuted_for_ggml(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows of query or key as llama.cpp's converter orders them: its `permute` for the Llama architecture."""
+    halves = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(
+    path: Path,
+    model: Any,
+    kind: str = "F32",
+    *,
+    fields: dict[str, Any] | None = None,
+    extra: dict[str, np.ndarray] | None = None,
+) -> None:
+    """A transformers Llama model as llama.cpp's converter writes it: matrices in `kind`, vectors in F32.
+
+    `fields` are further metadata (strings, whole numbers, floats), `extra` further F32 tensors.
+    """
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for name, value in (fields or {}).items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(name, value)
+    number = gguf.GGMLQuantizationType[kind]
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        value = tensor.numpy()
+        for module, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+            if module in name:
+                value = permuted_for_ggml(value, heads)
+        if value.ndim == 1:
+            writer.add_tensor(gguf_name(name), np.ascontiguousarray(value, np.float32))
+        else:
+            writer.add_tensor(gguf_name(name), gguf.quantize(value, number), raw_dtype=number)
+    for name, value in (extra or {}).items():
+        writer.add_tensor(name, np.ascontiguousarray(value, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
