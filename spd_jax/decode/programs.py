@@ -5,9 +5,10 @@ Each is one jitted shard_map over the stage mesh. The dispatch loop is a `lax.wh
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,19 +26,28 @@ from spd_jax.parallel.mesh import AXIS, sharded
 from spd_jax.parallel.stack import PipelineParams, Program
 from spd_jax.parallel.vocab import local_ids
 
+T = TypeVar("T")
 SHARDED, REPLICATED = PartitionSpec(AXIS), PartitionSpec()
+
+
+def _prefix(kind: type[T], **parts: Any) -> T:
+    """A tree prefix of `kind`, made as unflattening makes it: its leaves are no arrays and would not pass checks."""
+    value = object.__new__(kind)
+    for name, part in parts.items():
+        object.__setattr__(value, name, part)
+    return value
 
 
 def params_spec() -> PipelineParams:
     """Partitioning of the parameters, as a tree prefix."""
-    parts: list[Any] = [SHARDED] * 9
-    return PipelineParams(*parts, REPLICATED)  # pyright: ignore[reportCallIssue]
+    parts = {field.name: SHARDED for field in dataclasses.fields(PipelineParams)}
+    return _prefix(PipelineParams, **(parts | {"final_norm": REPLICATED}))
 
 
 def state_spec(mode: Mode) -> DecodeState:
     """Partitioning of the decode state, as a tree prefix."""
     log_q = None if mode.sampling.greedy else SHARDED
-    return DecodeState(REPLICATED, REPLICATED, SHARDED, SHARDED, log_q)  # pyright: ignore[reportArgumentType]
+    return _prefix(DecodeState, control=REPLICATED, taps=REPLICATED, hidden=SHARDED, caches=SHARDED, log_q=log_q)
 
 
 def _local(tree: Any) -> Any:

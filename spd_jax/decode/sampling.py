@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from spd_jax import struct
 
@@ -154,7 +154,7 @@ def best_of_ranks(values_R: Float[Array, "R ..."], ids_R: Int[Array, "R ..."]) -
     return top, jnp.min(jnp.where(values_R == top, ids_R, jnp.iinfo(jnp.int32).max), axis=0)
 
 
-def row_keys(seeds_B: Int[Array, " B"]) -> Array:
+def row_keys(seeds_B: UInt32[Array, " B"]) -> Array:
     """The base key of every sequence."""
     return jax.vmap(jax.random.key)(seeds_B)
 

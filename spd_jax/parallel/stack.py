@@ -11,7 +11,7 @@ draft rank needs by itself is that of type 0, whose input (the embedding of the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from spd_jax.plan import StagePlan
 Progress = Callable[[int, int, str], None]
 
 
+@runtime_checkable
 class Weights(Protocol):
     """Where target tensors come from: canonical path -> one tensor on the host."""
 
@@ -40,6 +41,7 @@ class Weights(Protocol):
     def tensor(self, path: str) -> np.ndarray: ...
 
 
+@runtime_checkable
 class Head(Protocol):
     """What stacking needs of a speculation module."""
 
