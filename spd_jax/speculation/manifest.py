@@ -177,7 +177,11 @@ def _describe(kind: Any) -> str:
 
 def _dataclass(where: str, cls: type[T], values: Mapping[str, Any]) -> T:
     kinds = typing.get_type_hints(cls)
-    return cls(**_section({where: values}, where, kinds))
+    section = _section({where: values}, where, kinds)
+    for name, kind in kinds.items():
+        if kind in (float, float | None) and section[name] is not None:
+            section[name] = float(section[name])  # JSON may write 10000 for 10000.0
+    return cls(**section)
 
 
 def _has_type(value: Any, kind: Any) -> bool:

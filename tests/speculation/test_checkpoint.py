@@ -144,6 +144,11 @@ def test_digest_of_a_file(tmp_path: Path):
     assert file_digest(tmp_path / "config.json") == expected
 
 
+def test_whole_numbers_may_stand_for_floats(head: Path):
+    put("head", "rope", "theta", 10000)(head)
+    assert read_manifest(head).head.rope == LLAMA3
+
+
 # Saving is all or nothing
 
 
