@@ -45,6 +45,9 @@ class HeadConfig:
     def __post_init__(self) -> None:
         if self.num_layers < 1:
             raise ValueError(f"a head needs at least one draft layer, found {self.num_layers}")
+        steps = zip(self.anchors, self.anchors[1:], strict=False)
+        if not self.anchors or self.anchors[0] != 0 or any(a >= b for a, b in steps):
+            raise ValueError(f"anchors must start at 0 and increase strictly, found {list(self.anchors)}")
         if self.draft_ids is not None:
             ids = np.asarray(self.draft_ids)
             if ids.size == 0 or ids.min() < 0 or ids.max() >= self.vocab_size:
@@ -86,7 +89,13 @@ class SpeculationModule(nnx.Module):
         self.lm_head = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * dtype.type(0.02)) if own else None
 
     def aggregate(self, taps: Sequence[Float[Array, "... D"]]) -> Float[Array, "... D"]:
-        """The fused feature of type len(taps) - 1 from the hidden states of that many anchors."""
+        """The fused feature of type len(taps) - 1 from the hidden states of that many anchors, shallowest first.
+
+        Raises:
+            ValueError: no taps, or more than anchors.
+        """
+        if not 1 <= len(taps) <= len(self.config.anchors):
+            raise ValueError(f"found {len(taps)} taps for anchors {list(self.config.anchors)}")
         return self.projections[len(taps) - 1](jnp.concatenate(list(taps), axis=-1))
 
 
@@ -100,11 +109,18 @@ def head_from_target(
 
     Args:
         tensors: canonical paths of the target (`layers.{i}....` of its last Ls layers, and `head` or `embedding`).
+
+    Raises:
+        ValueError: the head's layers, vocabulary, depth or anchors cannot be those of this target (both values named).
     """
     if config.layer != target.layer:
         raise ValueError(f"draft layers {config.layer} cannot be copied from target layers {target.layer}")
     if config.num_layers > target.num_layers:
         raise ValueError(f"{config.num_layers} draft layers cannot be copied from {target.num_layers} target layers")
+    if config.vocab_size != target.vocab_size:
+        raise ValueError(f"the head's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}")
+    if config.anchors[-1] > target.num_layers:
+        raise ValueError(f"anchor {config.anchors[-1]} is beyond the last hidden state index {target.num_layers}")
     module = SpeculationModule(config, rngs=nnx.Rngs(seed))
     size, first = config.layer.hidden_size, target.num_layers - config.num_layers
     for i, projection in enumerate(module.projections):
