@@ -31,14 +31,14 @@ from spd_jax.decode.sampling import (
 )
 from spd_jax.decode.state import IDLE, UNDRAFTED
 from spd_jax.models.decoder import Decoder, run_layers
-from spd_jax.nn.attention import attend_prefix_and_rows
+from spd_jax.nn.attention import attend_prefix_and_rows, cache_layout
 from spd_jax.nn.layers import Attend
 from spd_jax.nn.rope import rope_table
 
 
 @struct.dataclass
 class StepState:
-    """`k`, `v`: `[B, K, S, H]` per layer; `token` `[B]` is at position `position` `[B]`, not yet in the cache."""
+    """`k` `[B, K, H, S]`, `v` `[B, K, S, H]` per layer; `token` `[B]`, at `position` `[B]`, is not yet in the cache."""
 
     k: tuple[Array, ...]
     v: tuple[Array, ...]
@@ -111,7 +111,7 @@ class AutoregressiveDecoder:
         start, step = time.perf_counter(), 0
         while batch.active.any():
             needed = bucket(batch.longest() + self.steps_per_dispatch)
-            if needed > state.k[0].shape[2]:
+            if needed > state.v[0].shape[2]:
                 state = grow(state, needed)
             state = struct.replace(state, active=jnp.asarray(batch.active))
             state, log = dispatch(self._state, request, state)
@@ -132,9 +132,11 @@ class AutoregressiveDecoder:
         longest = int(batch.lengths.max())
         padded = -(-longest // self.prefill_chunk) * self.prefill_chunk
         capacity = bucket(max(padded, longest + 1 + self.steps_per_dispatch))
-        shape = (batch.size, self.config.layer.num_kv_heads, capacity, self.config.layer.head_dim)
-        dtype = self._dtype
-        caches = tuple(jnp.zeros(shape, dtype) for _ in range(2 * self.config.num_layers))
+        front, size = (batch.size, self.config.layer.num_kv_heads), self.config.layer.head_dim
+        shapes = [(*front, size, capacity)] * self.config.num_layers + [
+            (*front, capacity, size)
+        ] * self.config.num_layers
+        caches = tuple(jnp.zeros(shape, self._dtype) for shape in shapes)
         arrays = (batch.padded_ids(capacity), batch.lengths, batch.limits, batch.seeds())
         return caches, *map(jnp.asarray, arrays)
 
@@ -177,7 +179,7 @@ class _Programs:
     def rows(
         self, model: Decoder, ids_BT: Array, start: Array, k: tuple[Array, ...], v: tuple[Array, ...]
     ) -> tuple[Array, list[tuple[Array, Array]]]:
-        """Hidden states of new rows at positions start.. and their keys and values `[B, K, T, H]`."""
+        """Hidden states of new rows at positions start.. and their keys and values in cache layout."""
         batch, length = ids_BT.shape
         positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)
         rope = rope_table(model.config.rope, model.config.layer.head_dim, positions)
@@ -185,7 +187,7 @@ class _Programs:
 
         def attend(layer: int) -> Attend:
             def over(q: Array, new_k: Array, new_v: Array) -> tuple[Array, tuple[Array, Array]]:
-                new_k, new_v = jnp.swapaxes(new_k, 1, 2), jnp.swapaxes(new_v, 1, 2)
+                new_k, new_v = cache_layout(new_k, new_v)
                 mixed = attend_prefix_and_rows(q, k[layer], v[layer], start, new_k, new_v, mask)
                 return mixed, (new_k, new_v)
 
@@ -217,11 +219,14 @@ class _Programs:
             hidden, kept = self.rows(
                 model, piece, jnp.full((batch,), 1, jnp.int32) * start, caches[:half], caches[half:]
             )
-            rows = [k for k, _ in kept] + [v for _, v in kept]
-            caches = tuple(
-                jax.lax.dynamic_update_slice(cache, row, (0, 0, start, 0))
-                for cache, row in zip(caches, rows, strict=True)
-            )
+            keys = [
+                jax.lax.dynamic_update_slice(c, k, (0, 0, 0, start)) for c, (k, _) in zip(caches, kept, strict=False)
+            ]
+            values = [
+                jax.lax.dynamic_update_slice(c, v, (0, 0, start, 0))
+                for c, (_, v) in zip(caches[half:], kept, strict=True)
+            ]
+            caches = (*keys, *values)
             inside = lengths - 1 - start
             picked = jnp.take_along_axis(hidden, jnp.clip(inside, 0, self.chunk - 1)[:, None, None], axis=1)[:, 0]
             return caches, jnp.where(((inside >= 0) & (inside < self.chunk))[:, None], picked, final)
@@ -243,16 +248,17 @@ class _Programs:
         emitted = state.emitted + state.active.astype(jnp.int32)
         ended = jnp.any(token[:, None] == request.eos, axis=1) | (emitted >= state.limit)
 
-        def write(cache: Array, row: Array) -> Array:
+        def write(cache: Array, row: Array, is_key: bool) -> Array:
             for b in range(cache.shape[0]):
-                cache = jax.lax.dynamic_update_slice(cache, row[b : b + 1], (b, 0, state.position[b], 0))
+                at = (0, state.position[b]) if is_key else (state.position[b], 0)
+                cache = jax.lax.dynamic_update_slice(cache, row[b : b + 1], (b, 0, *at))
             return cache
 
         event = jnp.where(state.active, UNDRAFTED, IDLE).astype(jnp.int32)
         log = (event, jnp.where(state.active, token, -1), log_prob)
         new = StepState(
-            k=tuple(write(cache, row) for cache, (row, _) in zip(state.k, kept, strict=True)),
-            v=tuple(write(cache, row) for cache, (_, row) in zip(state.v, kept, strict=True)),
+            k=tuple(write(cache, row, True) for cache, (row, _) in zip(state.k, kept, strict=True)),
+            v=tuple(write(cache, row, False) for cache, (_, row) in zip(state.v, kept, strict=True)),
             token=jnp.where(state.active, token, state.token),
             position=state.position + state.active.astype(jnp.int32),
             active=state.active & ~ended,
@@ -283,7 +289,9 @@ class _Programs:
 
 
 def _grow(state: StepState, capacity: int) -> StepState:
-    def pad(x: Array) -> Array:
-        return jnp.pad(x, ((0, 0), (0, 0), (0, capacity - x.shape[2]), (0, 0)))
-
-    return struct.replace(state, k=tuple(map(pad, state.k)), v=tuple(map(pad, state.v)))
+    room = (0, capacity - state.v[0].shape[2])
+    return struct.replace(
+        state,
+        k=tuple(jnp.pad(x, ((0, 0), (0, 0), (0, 0), room)) for x in state.k),
+        v=tuple(jnp.pad(x, ((0, 0), (0, 0), room, (0, 0))) for x in state.v),
+    )

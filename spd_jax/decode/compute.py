@@ -18,8 +18,8 @@ from spd_jax.cache.entries import AttentionCache, Window, window_rows, write_col
 from spd_jax.decode import ranks
 from spd_jax.decode.roles import run_slots, stack_hiddens, switch_roles
 from spd_jax.decode.state import Control, DecodeState
-from spd_jax.nn.attention import attend_prefix_and_rows
-from spd_jax.nn.layers import Attend
+from spd_jax.nn.attention import attend_prefix_and_rows, cache_layout
+from spd_jax.nn.layers import Attend, project
 from spd_jax.nn.rope import rope_table
 from spd_jax.parallel.stack import PipelineParams, Program
 
@@ -31,12 +31,12 @@ def column_positions(control: Control, columns: int) -> Array:
 
 
 def _stage_attend(cache: AttentionCache, control: Control, position_B: Array) -> Attend:
-    columns = cache.window.k.shape[2]
+    columns = cache.window.v.shape[2]
     positions = column_positions(control, columns)
     mask_BC = (positions >= control.committed[:, None]) & (positions <= position_B[:, None])
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, Window]:
-        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # B K W H
+        k, v = cache_layout(k, v)
         window = write_column(cache.window, position_B % columns, position_B >= 0, k, v)
         rows_k, rows_v = window_rows(window)
         mask = jnp.broadcast_to(mask_BC[:, None], (mask_BC.shape[0], q.shape[1], columns))
@@ -46,14 +46,14 @@ def _stage_attend(cache: AttentionCache, control: Control, position_B: Array) ->
 
 
 def _draft_attend(cache: AttentionCache, control: Control, positions_BT: Array) -> Attend:
-    columns = cache.window.k.shape[2]
+    columns = cache.window.v.shape[2]
     mask = (positions_BT >= 0)[:, None, :] & (positions_BT[:, None, :] <= positions_BT[:, :, None])
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, Window]:
-        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # B K T H, T = n + 1 depths
+        k, v = cache_layout(k, v)  # rows by depth, n + 1 of them
         mixed = attend_prefix_and_rows(q, cache.k, cache.v, control.drafted, k, v, mask)
         departed = (control.drafted % columns, control.departed >= 0)
-        return mixed, write_column(cache.window, *departed, k[:, :, -1:], v[:, :, -1:])
+        return mixed, write_column(cache.window, *departed, k[..., -1:], v[:, :, -1:])
 
     return attend
 
@@ -96,7 +96,7 @@ def compute(
 
     def draft(slots: tuple[int, ...]) -> tuple[Array, dict[int, Any]]:
         rope = rope_table(program.draft_rope, program.draft_layer.head_dim, positions)
-        newest = jnp.matmul(taps.newest, params.newest.T)
+        newest = project(taps.newest, params.newest)
         x_BTD = jnp.concatenate([newest[:, None], taps.features], axis=1)[:, :, 0]
         hiddens, kept = run_slots(
             slots, kinds, params.slots, x_BTD, rope, lambda s: _draft_attend(state.caches[s], control, positions)

@@ -20,6 +20,7 @@ from spd_jax.decode.compute import compute
 from spd_jax.decode.heads import Mode, Question, Request, answer
 from spd_jax.decode.state import ACCEPTED, FILL, IDLE, REJECTED, UNDRAFTED, Control, DecodeState, Log, Taps
 from spd_jax.decode.verify import Verdict
+from spd_jax.nn.layers import project
 from spd_jax.parallel.mesh import AXIS, psum_packed, shift
 from spd_jax.parallel.stack import PipelineParams, Program
 from spd_jax.parallel.vocab import local_embedding
@@ -143,7 +144,7 @@ def enter(program: Program, params: PipelineParams, taps: Taps, new: Array, toke
     for depth in changes:
         kind = plan.anchor_type[depth]
         known = moved[:, depth - 1, :, : kind + 1].reshape(batch, width, (kind + 1) * size)
-        part = jnp.matmul(known, params.aggregate[kind].T)
+        part = project(known, params.aggregate[kind])
         slices.append(jnp.where(here[:, None], part[:, :, None], jnp.zeros((), part.dtype)))
     embedding = local_embedding(params.embedding, token_BW)
     embedding, fused = psum_packed((embedding, jnp.stack(slices, axis=1)))

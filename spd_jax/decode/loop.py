@@ -132,7 +132,7 @@ class PipelineDecoder:
 
     def _ready(self, batch: Batch, state: DecodeState) -> DecodeState:
         """Grow the cache if the next dispatch may need it; end sequences that the host has ended."""
-        capacity = state.caches[0].k.shape[-2]
+        capacity = state.caches[0].v.shape[-2]
         needed = bucket(self._positions_needed(batch.longest()))
         if needed > capacity:
             state = grow_state(state, needed)

@@ -22,8 +22,8 @@ from spd_jax.decode import ranks
 from spd_jax.decode.heads import Mode, Request, first_token
 from spd_jax.decode.roles import run_slots, stack_hiddens, switch_roles
 from spd_jax.decode.state import Control, DecodeState, Taps
-from spd_jax.nn.attention import attend_prefix_and_rows
-from spd_jax.nn.layers import Attend
+from spd_jax.nn.attention import attend_prefix_and_rows, cache_layout
+from spd_jax.nn.layers import Attend, project
 from spd_jax.nn.rope import rope_table
 from spd_jax.parallel.mesh import AXIS, gather_ranks, psum_packed, shift, varying
 from spd_jax.parallel.stack import PipelineParams, Program
@@ -45,7 +45,7 @@ def _attend(cache: AttentionCache, start: Array, batch: int, length: int) -> Att
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (batch, length, length))
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
-        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        k, v = cache_layout(k, v)
         return attend_prefix_and_rows(q, cache.k, cache.v, prefix, k, v, mask), (k, v)
 
     return attend
@@ -102,7 +102,7 @@ def prefill_chunks(
         def draft(slots: tuple[int, ...]) -> tuple[Array, dict[int, Any]]:
             positions = jnp.broadcast_to(draft_start + jnp.arange(chunk, dtype=jnp.int32), (batch, chunk))
             rope = rope_table(program.draft_rope, program.draft_layer.head_dim, positions)
-            features = jnp.matmul(carry.ring[:, :, 1:].reshape(batch, chunk, anchors * size), projection.T)
+            features = project(carry.ring[:, :, 1:].reshape(batch, chunk, anchors * size), projection)
             _, kept = run_slots(
                 slots,
                 table.kinds,
@@ -115,8 +115,8 @@ def prefill_chunks(
 
         def nothing(slot: int) -> tuple[Array, Array]:
             kind = table.kinds[slot]
-            zeros = jnp.zeros((batch, kind.num_kv_heads, chunk, kind.head_dim), dtype)
-            return zeros, zeros
+            front = (batch, kind.num_kv_heads)
+            return jnp.zeros((*front, kind.head_dim, chunk), dtype), jnp.zeros((*front, chunk, kind.head_dim), dtype)
 
         shape = (table.max_stage_slots, batch, chunk, size)
         hiddens, _, kept = switch_roles(

@@ -16,8 +16,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from spd_jax.config.model import ModelConfig
-from spd_jax.nn.attention import attend_prefix_and_rows
-from spd_jax.nn.layers import Attend, DecoderLayer, RMSNorm
+from spd_jax.nn.attention import attend_prefix_and_rows, cache_layout
+from spd_jax.nn.layers import Attend, DecoderLayer, RMSNorm, project
 from spd_jax.nn.rope import RopeTable, rope_table
 
 
@@ -37,8 +37,7 @@ def rows_only(mask_BTT: Array) -> Attend:
     """Attention among the rows themselves, without any cache."""
 
     def attend(q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array) -> tuple[Array, None]:
-        k_BKTH, v_BKTH = jnp.swapaxes(k_BTKH, 1, 2), jnp.swapaxes(v_BTKH, 1, 2)
-        return attend_prefix_and_rows(q_BTKGH, None, None, None, k_BKTH, v_BKTH, mask_BTT), None
+        return attend_prefix_and_rows(q_BTKGH, None, None, None, *cache_layout(k_BTKH, v_BTKH), mask_BTT), None
 
     return attend
 
@@ -77,4 +76,4 @@ class Decoder(nnx.Module):
 
 def head_logits(hidden: Float[Array, "... D"], rows: Float[Array, "V D"]) -> Float[Array, "... V"]:
     """Float32 scores of hidden states (already normed) against the rows of a head."""
-    return jnp.matmul(hidden, rows.T, preferred_element_type=jnp.float32)
+    return project(hidden, rows, jnp.float32)

@@ -47,8 +47,15 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_size,), dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... F"]:
-        y = jnp.matmul(x, self.weight[...].T)
+        y = project(x, self.weight[...])
         return y if self.bias is None else y + self.bias[...]
+
+
+def project(x: Float[Array, "... D"], weight_FD: Float[Array, "F D"], dtype: Any = None) -> Float[Array, "... F"]:
+    """x W^T as one two-dimensional product that contracts the last axis of both (no transpose for XLA to keep)."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = jax.lax.dot_general(rows, weight_FD, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    return y.reshape(*x.shape[:-1], weight_FD.shape[0])
 
 
 class RMSNorm(nnx.Module):
