@@ -10,7 +10,8 @@ hidden state indices that are kept (taps); f(k) = max{i : b_i <= l_k} is the ric
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 Layout = Literal["separate", "beside"]
@@ -90,17 +91,19 @@ class StagePlan:
 
     def rank_of_stage(self, stage: int) -> int:
         """The rank that hosts a stage (1..n)."""
-        if not 1 <= stage <= self.num_stages:
-            raise ValueError(f"stage {stage} is outside 1..{self.num_stages}")
+        self._check_stage(stage)
         return stage if self.layout == "separate" else stage - 1
 
     def stage_of_rank(self, rank: int) -> int | None:
         """The stage (1..n) on a rank, or None for a rank that only drafts."""
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank {rank} is outside 0..{self.num_ranks - 1}")
         stage = rank if self.layout == "separate" else rank + 1
         return stage if stage >= 1 else None
 
     def layers_of_stage(self, stage: int) -> range:
         """0-based target layer indices that a stage (1..n) owns."""
+        self._check_stage(stage)
         return range(self.boundaries[stage - 1], self.boundaries[stage])
 
     def stage_of_anchor(self, index: int) -> int:
@@ -109,6 +112,10 @@ class StagePlan:
         if anchor == 0:
             raise ValueError("anchor 0 is the token embedding, no stage produces it")
         return next(s for s in range(1, self.num_stages + 1) if anchor <= self.boundaries[s])
+
+    def _check_stage(self, stage: int) -> None:
+        if not 1 <= stage <= self.num_stages:
+            raise ValueError(f"stage {stage} is outside 1..{self.num_stages}")
 
     def describe(self) -> str:
         """One line for logs and errors."""
@@ -157,30 +164,43 @@ def balanced_stages(
     Args:
         layer_costs: time of each target layer, any unit.
         stage_overheads: what each stage's rank does besides its layers (draft layers that live beside it, heads).
+
+    Raises:
+        ValueError: fewer layers than stages, overheads for another number of stages, a cost negative or not finite.
     """
     length = len(layer_costs)
+    if num_stages < 1 or length < num_stages:
+        raise ValueError(f"{length} layers cannot fill {num_stages} stages: choose 1 to {length} stages")
     overheads = [0.0] * num_stages if stage_overheads is None else list(stage_overheads)
     if len(overheads) != num_stages:
         raise ValueError(f"stage_overheads has {len(overheads)} entries for {num_stages} stages")
-    if num_stages < 1 or length < num_stages:
-        raise ValueError(f"{length} layers cannot fill {num_stages} stages: choose 1 to {length} stages")
-    if any(not cost >= 0 for cost in [*layer_costs, *overheads]):
-        raise ValueError("costs must be finite numbers >= 0")
+    bad = [cost for cost in [*layer_costs, *overheads] if not (math.isfinite(cost) and cost >= 0)]
+    if bad:
+        raise ValueError(f"costs must be finite numbers >= 0, found {bad[0]}")
     prefix = [0.0]
     for cost in layer_costs:
         prefix.append(prefix[-1] + cost)
-    # best[end] = (slowest stage, sum of squares, cuts) over the first s stages covering layers [0, end).
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
-    for stage in range(num_stages):
-        following: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for start, (slowest, squares, cuts) in best.items():
-            for end in range(start + 1, length - (num_stages - stage - 1) + 1):
-                cost = prefix[end] - prefix[start] + overheads[stage]
-                candidate = (max(slowest, cost), squares + cost * cost, (*cuts, end - start))
-                if end not in following or candidate[:2] < following[end][:2]:
-                    following[end] = candidate
-        best = following
-    return best[length][2]
+
+    def cut(combine: Callable[[float, float], float], limit: float) -> tuple[float, tuple[int, ...]]:
+        """The smallest combined cost over stages that each cost at most `limit`, and its stage sizes."""
+        best: dict[int, tuple[float, tuple[int, ...]]] = {
+            0: (0.0, ())
+        }  # by end: the first stages cover layers [0, end)
+        for stage in range(num_stages):
+            following: dict[int, tuple[float, tuple[int, ...]]] = {}
+            for start, (value, sizes) in best.items():
+                for end in range(start + 1, length - (num_stages - stage - 1) + 1):
+                    cost = prefix[end] - prefix[start] + overheads[stage]
+                    candidate = combine(value, cost)
+                    if cost <= limit and (end not in following or candidate < following[end][0]):
+                        following[end] = (candidate, (*sizes, end - start))
+            best = following
+        return best[length]
+
+    # In two passes: the cut with the smallest squares may begin with stages that a greedy tie-break would have dropped.
+    slowest, _ = cut(max, math.inf)
+    _, sizes = cut(lambda squares, cost: squares + cost * cost, slowest)
+    return sizes
 
 
 def make_plan(
@@ -209,6 +229,5 @@ def make_plan(
         raise ValueError(
             f"stage_layers {list(stage_layers)} sums to {sum(stage_layers)}, the model has {num_layers} layers"
         )
-    bounds = [sum(stage_layers[:i]) for i in range(len(stage_layers) + 1)]
-    chosen = default_anchors(bounds) if anchors is None else tuple(anchors)
-    return StagePlan(tuple(stage_layers), num_draft_layers, layout, chosen)
+    plan = StagePlan(tuple(stage_layers), num_draft_layers, layout, anchors=(0,))
+    return dataclasses.replace(plan, anchors=default_anchors(plan.boundaries) if anchors is None else tuple(anchors))
