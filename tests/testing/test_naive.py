@@ -111,8 +111,8 @@ def test_anti_is_never_accepted(target: Decoder):
     assert (result.num_accepted, result.num_rejected, result.cycles) == (0, 15, 60)  # G04: K = n (N - 1)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("bits", ["1", "0", "1101", "0010111"])
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", ["0", "1101", "0010111"])
 def test_text_is_the_targets_whatever_the_draft_says(target: Decoder, num_stages: int, bits: str):
     decoder = scripted(target, num_stages, bits)
     result = decoder.generate(P5, max_new_tokens=16)
@@ -239,7 +239,7 @@ def test_sampled_text_has_exactly_the_targets_distribution(filters: Filters):
     plan = StagePlan((1, 1), 1, "separate", (0, 1, 2))
     head = make_head(target, plan, draft_ids=(0, 1, 3, 4))
     decoder = CachedDecoder(target, plan, head, length=8)
-    prompt, count, draws = [1, 2], 3, 1500
+    prompt, count, draws = [1, 2], 3, 1000
 
     texts = list(itertools.product(range(6), repeat=count))
     expected = np.ones(len(texts))
