@@ -10,6 +10,7 @@ cache capacity.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jaxtyping import Array, Int
 
 from spd_jax import struct
 from spd_jax.cache.entries import AttentionCache, write_chunk
+from spd_jax.config.model import LayerConfig, RopeConfig
 from spd_jax.decode import ranks
 from spd_jax.decode.heads import Mode, Request, first_token
 from spd_jax.decode.roles import run_slots, stack_hiddens, switch_roles
@@ -51,6 +53,68 @@ def _attend(cache: AttentionCache, start: Array, batch: int, length: int) -> Att
     return attend
 
 
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """What a rank may run in one tick: its stage on one chunk, the draft layers on another."""
+
+    program: Program
+    params: PipelineParams
+    caches: tuple[AttentionCache, ...]
+    stage_start: Array
+    stage_input: Array
+    draft_start: Array
+    draft_taps: Array
+    projection: Array
+
+    def _rows(self, x_BTD: Array, start: Array, rope: RopeConfig, kind: LayerConfig, slots: tuple[int, ...]) -> Any:
+        batch, length, _ = x_BTD.shape
+        positions = jnp.broadcast_to(start + jnp.arange(length, dtype=jnp.int32), (batch, length))
+        table = rope_table(rope, kind.head_dim, positions)
+        return run_slots(
+            slots,
+            self.program.slots.kinds,
+            self.params.slots,
+            x_BTD,
+            table,
+            lambda slot: _attend(self.caches[slot], start, batch, length),
+        )
+
+    def stage(self, slots: tuple[int, ...]) -> tuple[Array, dict[int, Any]]:
+        """Hidden state after each layer, new keys and values."""
+        target = self.program.target
+        hiddens, kept = self._rows(self.stage_input, self.stage_start, target.rope, target.layer, slots)
+        return stack_hiddens(hiddens, self.program.slots.max_stage_slots), kept
+
+    def draft(self, slots: tuple[int, ...]) -> tuple[Array, dict[int, Any]]:
+        """New keys and values; the hidden states are of no use."""
+        features = project(self.draft_taps.reshape(*self.draft_taps.shape[:2], -1), self.projection)
+        program = self.program
+        _, kept = self._rows(features, self.draft_start, program.draft_rope, program.draft_layer, slots)
+        return jnp.zeros((), features.dtype), kept
+
+    def idle(self, slot: int) -> tuple[Array, Array]:
+        """Keys and values of a slot that does not run."""
+        kind, (batch, length, _) = self.program.slots.kinds[slot], self.stage_input.shape
+        front, dtype = (batch, kind.num_kv_heads), self.stage_input.dtype
+        return jnp.zeros((*front, kind.head_dim, length), dtype), jnp.zeros((*front, length, kind.head_dim), dtype)
+
+    def run(self, stage_valid: Array, draft_valid: Array) -> tuple[Array, tuple[Any, ...]]:
+        """Hidden states after each stage layer `[slots, B, T, D]` and the rows of every slot."""
+        shape, dtype = self.stage_input.shape, self.stage_input.dtype
+        slots = self.program.slots
+        hiddens, _, kept = switch_roles(
+            slots,
+            stage_valid,
+            draft_valid,
+            self.stage,
+            self.draft,
+            self.idle,
+            jax.ShapeDtypeStruct((slots.max_stage_slots, *shape), dtype),
+            jax.ShapeDtypeStruct((), dtype),
+        )
+        return hiddens, kept
+
+
 def prefill_chunks(
     program: Program,
     params: PipelineParams,
@@ -62,17 +126,17 @@ def prefill_chunks(
     """Fill the committed caches of all stages and of the draft; returns them and the final hidden state `[B, D]`.
 
     Args:
-        ids_BP: prompts, padded on the right; P is a multiple of `chunk` and at most the capacity of the caches.
+        ids_BP: prompts, padded on the right; P is at least the longest length rounded up to whole chunks, and at most
+            the capacity of the caches.
     """
-    plan, table = program.plan, program.slots
+    plan = program.plan
     batch, anchors, size = ids_BP.shape[0], len(plan.anchors), program.target.hidden_size
     stage_index = ranks.stage_number(program) - 1
     where, owned = ranks.tap_slots(program)
     draft_slot = ranks.is_draft_slot(program)
     chunks = (jnp.max(lengths_B) + chunk - 1) // chunk
     projection = _whole_projection(params.aggregate[plan.anchor_type[-1]], size)
-    dtype = params.embedding.dtype
-    last_start = ids_BP.shape[1] - chunk
+    dtype, last_start = params.embedding.dtype, ids_BP.shape[1] - chunk
 
     def tick(index: Array, carry: _Carry) -> _Carry:
         stage_chunk, draft_chunk = index - stage_index, index - plan.num_stages
@@ -84,54 +148,13 @@ def prefill_chunks(
         embedding = jax.lax.psum(local_embedding(params.embedding, entering), AXIS)
         is_first = stage_index == 0
         x_BTD = jnp.where(is_first, embedding, carry.ring[:, :, 0])
-        taps = jnp.where(is_first & (jnp.arange(anchors) == 0)[:, None], embedding[:, :, None], carry.ring[:, :, 1:])
+        arrived = carry.ring[:, :, 1:]
+        work = _Work(program, params, carry.caches, stage_start, x_BTD, draft_start, arrived, projection)
+        hiddens, kept = work.run(stage_valid, draft_valid)
 
-        def stage(slots: tuple[int, ...]) -> tuple[Array, dict[int, Any]]:
-            positions = jnp.broadcast_to(stage_start + jnp.arange(chunk, dtype=jnp.int32), (batch, chunk))
-            rope = rope_table(program.target.rope, program.target.layer.head_dim, positions)
-            hiddens, kept = run_slots(
-                slots,
-                table.kinds,
-                params.slots,
-                x_BTD,
-                rope,
-                lambda s: _attend(carry.caches[s], stage_start, batch, chunk),
-            )
-            return stack_hiddens(hiddens, table.max_stage_slots), kept
-
-        def draft(slots: tuple[int, ...]) -> tuple[Array, dict[int, Any]]:
-            positions = jnp.broadcast_to(draft_start + jnp.arange(chunk, dtype=jnp.int32), (batch, chunk))
-            rope = rope_table(program.draft_rope, program.draft_layer.head_dim, positions)
-            features = project(carry.ring[:, :, 1:].reshape(batch, chunk, anchors * size), projection)
-            _, kept = run_slots(
-                slots,
-                table.kinds,
-                params.slots,
-                features,
-                rope,
-                lambda s: _attend(carry.caches[s], draft_start, batch, chunk),
-            )
-            return jnp.zeros((), dtype), kept  # only keys and values are wanted
-
-        def nothing(slot: int) -> tuple[Array, Array]:
-            kind = table.kinds[slot]
-            front = (batch, kind.num_kv_heads)
-            return jnp.zeros((*front, kind.head_dim, chunk), dtype), jnp.zeros((*front, chunk, kind.head_dim), dtype)
-
-        shape = (table.max_stage_slots, batch, chunk, size)
-        hiddens, _, kept = switch_roles(
-            table,
-            stage_valid,
-            draft_valid,
-            stage,
-            draft,
-            nothing,
-            jax.ShapeDtypeStruct(shape, dtype),
-            jax.ShapeDtypeStruct((), dtype),
-        )
-        made = jnp.moveaxis(hiddens[where], 0, 2)
-        taps = taps.at[:, :, 1:].set(jnp.where(owned[:, None], made, taps[:, :, 1:]))
-        ring = shift(jnp.concatenate([hiddens[-1][:, :, None], taps], axis=2))
+        taps = jnp.where(is_first & (jnp.arange(anchors) == 0)[:, None], embedding[:, :, None], arrived)
+        made = jnp.where(owned[:, None], jnp.moveaxis(hiddens[where], 0, 2), taps[:, :, 1:])
+        ring = shift(jnp.concatenate([hiddens[-1][:, :, None], taps[:, :, :1], made], axis=2))
         inside = lengths_B - 1 - stage_start
         picked = jnp.take_along_axis(hiddens[-1], jnp.clip(inside, 0, chunk - 1)[:, None, None], axis=1)[:, 0]
         ends_here = stage_valid & (stage_index == plan.num_stages - 1) & (inside >= 0) & (inside < chunk)
@@ -149,8 +172,7 @@ def prefill_chunks(
 
     ring = jnp.zeros((batch, chunk, 1 + anchors, size), dtype)
     start = _Carry(caches, varying(ring), varying(jnp.zeros((batch, size), dtype)))
-    ticks = chunks + plan.num_stages
-    end = jax.lax.fori_loop(0, ticks, tick, start)
+    end = jax.lax.fori_loop(0, chunks + plan.num_stages, tick, start)
     return end.caches, jax.lax.psum(end.final, AXIS)
 
 
