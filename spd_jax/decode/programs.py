@@ -58,16 +58,19 @@ def _global(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[None], tree)
 
 
-def _local_params(params: PipelineParams) -> PipelineParams:
+def local_params(params: PipelineParams) -> PipelineParams:
+    """One rank's share of the parameters, inside a shard_map."""
     norm = params.final_norm
     return struct.replace(_local(struct.replace(params, final_norm=norm[None])), final_norm=norm)
 
 
-def _local_state(state: DecodeState) -> DecodeState:
+def local_state(state: DecodeState) -> DecodeState:
+    """One rank's share of the state, inside a shard_map."""
     return struct.replace(state, hidden=state.hidden[0], caches=_local(state.caches), log_q=_local(state.log_q))
 
 
-def _global_state(state: DecodeState) -> DecodeState:
+def global_state(state: DecodeState) -> DecodeState:
+    """What a shard_map returns for one rank's share of the state."""
     return struct.replace(state, hidden=state.hidden[None], caches=_global(state.caches), log_q=_global(state.log_q))
 
 
@@ -83,11 +86,11 @@ def make_prefill(program: Program, mode: Mode, mesh: Mesh, chunk: int) -> Callab
     """
 
     def body(params, request, caches, ids, lengths, limit, seeds, banned):
-        local = _ban(_local_params(params), banned)
+        local = _ban(local_params(params), banned)
         state, token, log_prob = prefill(
             program, mode, local, request, _local(caches), ids, lengths, limit, row_keys(seeds), chunk
         )
-        return _global_state(state), token, log_prob
+        return global_state(state), token, log_prob
 
     mapped = jax.shard_map(
         body,
@@ -105,8 +108,8 @@ def make_dispatch(program: Program, mode: Mode, mesh: Mesh, cycles: int) -> Call
     """
 
     def body(params, request, state, banned):
-        local = _ban(_local_params(params), banned)
-        state = _local_state(state)
+        local = _ban(local_params(params), banned)
+        state = local_state(state)
         log = empty_log(cycles, state.control.active.shape[0])
 
         def more(carry: tuple[Array, DecodeState, Log]) -> Array:
@@ -120,7 +123,7 @@ def make_dispatch(program: Program, mode: Mode, mesh: Mesh, cycles: int) -> Call
             return index + 1, state, log
 
         _, state, log = jax.lax.while_loop(more, step, (jnp.int32(0), state, log))
-        return _global_state(state), log
+        return global_state(state), log
 
     mapped = jax.shard_map(
         body,
@@ -131,19 +134,17 @@ def make_dispatch(program: Program, mode: Mode, mesh: Mesh, cycles: int) -> Call
     return jax.jit(mapped, donate_argnums=2)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
 def make_caches(
     program: Program, mesh: Mesh, batch: int, capacity: int, width: int, dtype: Any
 ) -> tuple[AttentionCache, ...]:
-    """Empty caches of all ranks, made where they live."""
-
-    def build() -> tuple[AttentionCache, ...]:
-        plan = program.plan
-        return tuple(
-            empty_cache(kind, batch, capacity, plan.num_columns, width, dtype, (plan.num_ranks,))
-            for kind in program.slots.kinds
-        )
-
-    return jax.jit(build, out_shardings=sharded(mesh))()
+    """Empty caches of all ranks, made where they live; compiled once for every shape."""
+    plan = program.plan
+    caches = tuple(
+        empty_cache(kind, batch, capacity, plan.num_columns, width, dtype, (plan.num_ranks,))
+        for kind in program.slots.kinds
+    )
+    return jax.lax.with_sharding_constraint(caches, sharded(mesh))
 
 
 @functools.partial(jax.jit, static_argnums=1)
