@@ -5,13 +5,18 @@ units: a forgotten bias or a wrong rotation is far above the tolerance.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from spd_jax.config.model import LayerConfig, ModelConfig, RopeConfig
+from spd_jax.models.decoder import Decoder
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 64,
@@ -86,6 +91,18 @@ def edit_json(path: Path, **changes: Any) -> None:
     """Set fields of a JSON file, or remove those given as `...`."""
     fields = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: value for name, value in fields.items() if value is not ...}))
+
+
+def run(decoder: Decoder, method: Callable[[Decoder, jax.Array], Any], ids: np.ndarray) -> Any:
+    """`method(decoder, ids)`, compiled; the weights are arguments, since as constants they make XLA slow."""
+    graphdef, state = nnx.split(decoder)
+    compiled = jax.jit(lambda state, ids: method(nnx.merge(graphdef, state), ids))
+    return jax.tree.map(np.asarray, compiled(state, jnp.asarray(ids, jnp.int32)))
+
+
+def decoder_logits(decoder: Decoder, ids: np.ndarray) -> np.ndarray:
+    """Our logits, compiled."""
+    return run(decoder, lambda model, ids: model(ids), ids)
 
 
 def logits_of(model: Any, ids: np.ndarray) -> np.ndarray:

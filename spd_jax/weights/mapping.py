@@ -22,7 +22,8 @@ from spd_jax.config.model import ModelConfig
 from spd_jax.models.family import HUGGING_FACE, Recipe, TensorSource
 from spd_jax.weights.errors import WeightsError, listed
 
-_NOT_FLOATS = re.compile(r"(U?INT|[IU])\d+|BOOL", re.IGNORECASE)
+# Integers, and 8 bits and less of float without the scales that would make numbers of them.
+_NOT_NUMBERS = re.compile(r"[IU]\d+|BOOL|F[468]_.*")
 
 
 @runtime_checkable
@@ -105,8 +106,8 @@ def table_problems(source: TensorSource, recipes: Mapping[str, Recipe], *, ignor
             shape, dtype = source.shapes[part.key], source.dtypes[part.key]
             if shape != part.shape:
                 problems.append(f"{part.key} has shape {list(shape)}, expected {list(part.shape)}")
-            if _NOT_FLOATS.fullmatch(dtype):
-                problems.append(f"{part.key} has dtype {dtype}, expected a floating point type")
+            if _NOT_NUMBERS.fullmatch(dtype):
+                problems.append(f"{part.key} has dtype {dtype}, expected a floating point type of 16 bits or more")
     skip = re.compile(ignored)
     for key in source.shapes:
         of_tied_head = tied and key == f"{HUGGING_FACE.head}.weight"

@@ -6,7 +6,6 @@ Knows file names, prefixes and dtypes, but no model: what the tensors mean is in
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,13 +79,14 @@ def usual_names(keys: Sequence[str], origin: str) -> dict[str, str]:
         known = ", ".join(repr(prefix + _EMBEDDINGS[0]) for prefix in TEXT_PREFIXES)
         raise WeightsError(f"{origin}: found no token embedding; first keys found: {first}; looked for {known}")
     prefix = nested[0]
-    plain = prefix in ("model.", "")
     names = {}
     for key in keys:
-        if key.startswith(prefix) and not (prefix == "" and key.startswith("lm_head.")):
+        if any(key.startswith(f"{before}lm_head.") for before in TEXT_PREFIXES):
+            names[key] = "lm_head." + key.rsplit("lm_head.", 1)[1]
+        elif key.startswith(prefix):
             names[key] = "model." + _usual_tail(key.removeprefix(prefix))
-        elif plain or re.fullmatch(r"(.*\.)?lm_head\.(weight|bias)", key):
-            names[key] = "lm_head." + key.rsplit(".", 1)[1] if "lm_head." in key else key
+        elif prefix == "model.":  # not nested: whatever else there is has to be accounted for
+            names[key] = key
     return names
 
 

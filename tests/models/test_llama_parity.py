@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -12,7 +10,7 @@ from flax import nnx
 from spd_jax.models.decoder import Decoder
 from spd_jax.models.family import parameter_shapes
 from spd_jax.weights.load import canonical_path, load_decoder, open_target
-from tests.tiny import logits_of, random_ids, save_llama, tiny_config
+from tests.tiny import decoder_logits, logits_of, random_ids, run, save_llama, tiny_config
 
 ROPE = {"rope_theta": 10000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -41,8 +39,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path):
     model = save_llama(tmp_path, **VARIANTS[name])
     ids = random_ids(100, batch=2)
     wanted = logits_of(model, ids)
-    decoder = load_decoder(open_target(tmp_path))
-    logits = np.asarray(jax.jit(lambda ids: decoder(ids))(jnp.asarray(ids, jnp.int32)))
+    logits = decoder_logits(load_decoder(open_target(tmp_path)), ids)
     assert wanted.std() > 0.5  # logits that say something
     np.testing.assert_allclose(logits, wanted, atol=1e-4, rtol=1e-4)
 
@@ -55,8 +52,7 @@ def test_hidden_state_l_is_taken_before_the_final_norm(tmp_path: Path):
     ids = random_ids(12)
     with torch.no_grad():
         theirs = model(torch.from_numpy(ids), output_hidden_states=True).hidden_states
-    decoder = load_decoder(open_target(tmp_path))
-    ours = jax.jit(lambda ids: decoder.hidden_states(ids))(jnp.asarray(ids, jnp.int32))
+    ours = run(load_decoder(open_target(tmp_path)), lambda model, ids: model.hidden_states(ids), ids)
     assert len(ours) == len(theirs) == 3
     for index in range(2):
         np.testing.assert_allclose(ours[index], theirs[index].numpy(), atol=1e-4)

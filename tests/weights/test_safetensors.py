@@ -1,22 +1,19 @@
 """Hugging Face folders: what loads, and what is refused with the file and the tensors named."""
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from spd_jax.testing.weights import RandomWeights, weights_of
 from spd_jax.weights.errors import WeightsError
 from spd_jax.weights.load import load_decoder, open_target
-from spd_jax.weights.mapping import TargetWeights, config_digest
-from tests.tiny import edit_json, logits_of, random_ids, save_llama, tiny_config
+from spd_jax.weights.mapping import TargetWeights
+from tests.tiny import decoder_logits, edit_json, logits_of, random_ids, save_llama
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -136,9 +133,8 @@ def test_a_bfloat16_checkpoint_as_transformers_saves_it(tmp_path: Path):
 
     save_llama(tmp_path).to(torch.bfloat16).save_pretrained(tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    decoder = load_decoder(open_target(tmp_path))
     ids = random_ids(20)
-    ours = jax.jit(lambda ids: decoder(ids))(jnp.asarray(ids, jnp.int32))
+    ours = decoder_logits(load_decoder(open_target(tmp_path)), ids)
     np.testing.assert_allclose(ours, logits_of(model, ids), atol=1e-4)
 
 
@@ -224,7 +220,9 @@ def test_every_problem_of_a_checkpoint_is_reported_at_once(folder: Path):
     assert "4 problem(s)" in text
     assert "missing model.layers.0.mlp.up_proj.weight [48, 32]" in text
     assert "model.layers.1.self_attn.k_proj.weight has shape [8, 32], expected [16, 32]" in text
-    assert "model.layers.0.input_layernorm.weight has dtype I32, expected a floating point type" in text
+    assert (
+        "model.layers.0.input_layernorm.weight has dtype I32, expected a floating point type of 16 bits or more" in text
+    )
     assert "unexpected model.layers.7.input_layernorm.weight [32]" in text
 
 
@@ -279,106 +277,8 @@ def test_parts_of_different_dtypes_meet_in_one_that_holds_both(folder: Path):
         np.testing.assert_array_equal(rows, tensors[f"model.layers.0.mlp.{name}_proj.weight"].astype(np.float32))
 
 
-def test_end_tokens_of_both_config_files_count(folder: Path):
-    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
-    assert open_target(folder).config.eos_token_ids == (2, 7)
-    (folder / "generation_config.json").write_text('{"eos_token_id": "seven"}')
-    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id: .*'seven'"):
-        open_target(folder)
-
-
-def test_a_config_that_is_not_json_names_its_file(folder: Path):
-    (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json: not JSON"):
-        open_target(folder)
-
-
-def test_an_unknown_model_type_lists_the_supported(folder: Path):
-    edit_json(folder / "config.json", model_type="bert")
-    with pytest.raises(ValueError, match=r"config\.json: model_type 'bert' is not supported; supported: .*llama"):
-        open_target(folder)
-
-
 def test_weights_in_another_format_are_named(folder: Path):
     (folder / SINGLE).rename(folder / "pytorch_model.bin")
     text = refusal(folder)
     assert SINGLE in text
     assert "pytorch_model.bin" in text
-
-
-def test_progress_counts_every_byte_once(folder: Path):
-    seen: list[tuple[int, int, str]] = []
-    decoder = load_decoder(open_target(folder), progress=lambda done, total, name: seen.append((done, total, name)))
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(jax.tree.map(jnp.asarray, weights_as_arrays(decoder))))
-    assert [name for _, _, name in seen] == list(dict.fromkeys(name for _, _, name in seen))
-    assert {total for _, total, _ in seen} == {size}
-    assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
-    assert seen[-1][0] == size
-
-
-def weights_as_arrays(decoder: Any) -> dict[str, np.ndarray]:
-    return numbers(weights_of(decoder))
-
-
-def test_tensors_are_read_one_at_a_time(folder: Path):
-    """Nothing keeps a tensor of the file alive while the next is read: no second full copy on the host."""
-    import weakref
-
-    weights = open_target(folder)
-    alive: list[weakref.ref] = []
-    most = 0
-
-    class Watched:
-        config, origin = weights.config, weights.origin
-
-        def paths(self) -> list[str]:
-            return weights.paths()
-
-        def tensor(self, path: str) -> np.ndarray:
-            nonlocal most
-            most = max(most, sum(ref() is not None for ref in alive))
-            value = weights.tensor(path)
-            alive.append(weakref.ref(value))
-            return value
-
-    load_decoder(Watched(), jnp.bfloat16)
-    assert len(alive) == len(weights.paths())
-    assert most <= 1
-
-
-def test_a_loaded_model_does_not_lean_on_its_file(folder: Path):
-    decoder = load_decoder(open_target(folder))
-    before = weights_as_arrays(decoder)
-    with (folder / SINGLE).open("r+b") as file:
-        (header,) = struct.unpack("<Q", file.read(8))
-        file.seek(8 + header)
-        file.write(bytes((folder / SINGLE).stat().st_size - 8 - header))
-    after = weights_as_arrays(decoder)
-    assert all(np.array_equal(before[path], after[path]) for path in before)
-
-
-def test_random_weights_are_the_same_for_the_same_seed():
-    config = tiny_config(qkv_bias=True)
-    one, again, other = RandomWeights(config, 3), RandomWeights(config, 3), RandomWeights(config, 4)
-    assert_same_numbers(one, again)
-    assert not np.array_equal(one.tensor("embedding"), other.tensor("embedding"))
-    assert_same_numbers(one, weights_of(load_decoder(one)))
-
-
-def test_random_weights_give_text_with_many_tokens():
-    """Greedy text of a random model must not settle on one token, or tests on it prove little."""
-    decoder = load_decoder(RandomWeights(tiny_config(num_layers=8), 0))
-
-    def step(place: jax.Array, ids: jax.Array) -> jax.Array:
-        return ids.at[0, place].set(jnp.argmax(decoder(ids)[0, place - 1]).astype(jnp.int32))
-
-    ids = jnp.zeros((1, 69), jnp.int32).at[0, :5].set(jnp.arange(5, 10, dtype=jnp.int32))
-    text = np.asarray(jax.jit(lambda ids: jax.lax.fori_loop(5, 69, step, ids))(ids))[0, 5:]
-    assert len(set(text.tolist())) >= 20
-    assert (text[1:] == text[:-1]).sum() <= 10
-
-
-def test_digests_tell_configs_apart(folder: Path):
-    digest = config_digest(open_target(folder))
-    assert digest == config_digest(RandomWeights(tiny_config(), 0))
-    assert digest != config_digest(RandomWeights(tiny_config(bos_token_id=None), 0))

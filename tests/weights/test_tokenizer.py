@@ -14,7 +14,7 @@ import gguf
 import pytest
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from spd_jax.weights.gguf import GgufFile
 from spd_jax.weights.gguf_tokenizer import build_tokenizer, merges_of_scores
@@ -38,7 +38,7 @@ def metadata() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def theirs() -> Any:
     path = resolve(SMOLLM2)
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    return PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
 
 
 def test_there_are_200_texts():
