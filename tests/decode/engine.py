@@ -53,16 +53,16 @@ def target(num_layers: int) -> Decoder:
 
 
 def random_head(target: ModelConfig, plan: StagePlan, seed: int = 7, **changes: Any) -> SpeculationModule:
-    """A random speculation module; maps have unit gain, so its logits are as large as the target's."""
+    """A random speculation module with logits of the target's size; its layers have half gain: rounding stays small."""
     fields: dict[str, Any] = {"layer": target.layer, "rope": target.rope, "anchors": plan.anchors}
     fields |= {"num_layers": plan.num_draft_layers, "vocab_size": target.vocab_size} | changes
     config = HeadConfig(**fields)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: SpeculationModule(config, rngs=nnx.Rngs(0))))
     rng, flat = np.random.default_rng(seed), nnx.to_flat_state(state)
-    for _, param in flat:  # from NumPy: JAX would compile one random program a shape
+    for path, param in flat:  # from NumPy: JAX would compile one random program a shape
         noise = rng.standard_normal(param.shape, np.float32)
         is_norm = len(param.shape) == 1
-        gain = np.float32(0.1 if is_norm else param.shape[-1] ** -0.5)
+        gain = np.float32(0.1 if is_norm else param.shape[-1] ** -0.5 * (0.5 if "layers" in path else 1.0))
         param.set_value(jnp.asarray(np.float32(is_norm) + gain * noise))
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
