@@ -31,7 +31,7 @@ from spd_jax.decode.sampling import (
 )
 from spd_jax.decode.state import IDLE, UNDRAFTED
 from spd_jax.models.decoder import Decoder, run_layers
-from spd_jax.nn.attention import attend_prefix_and_rows, cache_layout
+from spd_jax.nn.attention import PREFILL_BLOCK, attend_prefix_and_rows, cache_layout
 from spd_jax.nn.layers import Attend
 from spd_jax.nn.rope import rope_table
 
@@ -185,10 +185,12 @@ class _Programs:
         rope = rope_table(model.config.rope, model.config.layer.head_dim, positions)
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (batch, length, length))
 
+        block = PREFILL_BLOCK if length > 1 else None
+
         def attend(layer: int) -> Attend:
             def over(q: Array, new_k: Array, new_v: Array) -> tuple[Array, tuple[Array, Array]]:
                 new_k, new_v = cache_layout(new_k, new_v)
-                mixed = attend_prefix_and_rows(q, k[layer], v[layer], start, new_k, new_v, mask)
+                mixed = attend_prefix_and_rows(q, k[layer], v[layer], start, new_k, new_v, mask, block=block)
                 return mixed, (new_k, new_v)
 
             return over

@@ -24,7 +24,7 @@ from spd_jax.decode import ranks
 from spd_jax.decode.heads import Mode, Request, first_token
 from spd_jax.decode.roles import run_slots, stack_hiddens, switch_roles
 from spd_jax.decode.state import Control, DecodeState, Taps
-from spd_jax.nn.attention import attend_prefix_and_rows, cache_layout
+from spd_jax.nn.attention import PREFILL_BLOCK, attend_prefix_and_rows, cache_layout
 from spd_jax.nn.layers import Attend, project
 from spd_jax.nn.rope import rope_table
 from spd_jax.parallel.mesh import AXIS, gather_ranks, psum_packed, shift, varying
@@ -48,7 +48,7 @@ def _attend(cache: AttentionCache, start: Array, batch: int, length: int) -> Att
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
         k, v = cache_layout(k, v)
-        return attend_prefix_and_rows(q, cache.k, cache.v, prefix, k, v, mask), (k, v)
+        return attend_prefix_and_rows(q, cache.k, cache.v, prefix, k, v, mask, block=PREFILL_BLOCK), (k, v)
 
     return attend
 

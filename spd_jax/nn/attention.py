@@ -11,10 +11,12 @@ time of the attention at 256 and 1,024 positions).
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 NEGATIVE = -1e30  # finite: a row with every key masked stays finite (its output is never used)
+PREFILL_BLOCK = 256  # keys; divides every cache capacity
 
 
 def cache_layout(k_BTKH: Array, v_BTKH: Array) -> tuple[Float[Array, "B K H T"], Float[Array, "B K T H"]]:
@@ -30,31 +32,63 @@ def attend_prefix_and_rows(
     rows_k_BKHC: Float[Array, "B K H C"],
     rows_v_BKCH: Float[Array, "B K C H"],
     rows_mask_BTC: Bool[Array, "B T C"],
+    *,
+    block: int | None = None,
 ) -> Float[Array, "B T K G H"]:
-    """softmax(q k / sqrt(H)) v over keys `s < prefix_length` of the prefix and the rows allowed by `rows_mask`."""
+    """softmax(q k / sqrt(H)) v over keys `s < prefix_length` of the prefix and the rows allowed by `rows_mask`.
+
+    Args:
+        block: read the prefix in blocks of this many keys (it must divide S), and only as many as the longest prefix
+            needs. That is for many queries: for few, the blocks' copies cost more than the keys that are not read.
+    """
     batch, length, heads, group, size = q_BTKGH.shape
-    scale = jnp.float32(size**-0.5)
-    q = jnp.transpose(q_BTKGH, (0, 2, 3, 1, 4)).reshape(batch, heads, group * length, size)
-
-    def scores(keys_BKHS: Array) -> Array:
-        found = jnp.einsum("bkmh,bkhs->bkms", q, keys_BKHS, preferred_element_type=jnp.float32) * scale
-        return found.reshape(batch, heads, group, length, -1)
-
-    def mix(weights: Array, values_BKSH: Array) -> Array:
-        flat = weights.astype(values_BKSH.dtype).reshape(batch, heads, group * length, -1)
-        return jnp.einsum("bkms,bksh->bkmh", flat, values_BKSH, preferred_element_type=jnp.float32)
-
-    row_scores = jnp.where(rows_mask_BTC[:, None, None], scores(rows_k_BKHC), NEGATIVE)
-    largest = jnp.max(row_scores, axis=-1, keepdims=True)
-    if prefix_k_BKHS is None or prefix_v_BKSH is None or prefix_length_B is None:
-        weights = jnp.exp(row_scores - largest)
-        total, mixed = jnp.sum(weights, axis=-1), mix(weights, rows_v_BKCH)
-    else:
-        visible = jnp.arange(prefix_k_BKHS.shape[3]) < prefix_length_B[:, None]
-        prefix_scores = jnp.where(visible[:, None, None, None], scores(prefix_k_BKHS), NEGATIVE)
-        largest = jnp.maximum(largest, jnp.max(prefix_scores, axis=-1, keepdims=True))
-        prefix_weights, row_weights = jnp.exp(prefix_scores - largest), jnp.exp(row_scores - largest)
-        total = jnp.sum(prefix_weights, -1) + jnp.sum(row_weights, -1)
-        mixed = mix(prefix_weights, prefix_v_BKSH) + mix(row_weights, rows_v_BKCH)
-    mixed = mixed.reshape(batch, heads, group, length, size) / total[..., None]
+    q_BKMH = jnp.transpose(q_BTKGH, (0, 2, 3, 1, 4)).reshape(batch, heads, group * length, size)
+    row_mask = jnp.broadcast_to(rows_mask_BTC[:, None], (batch, group, *rows_mask_BTC.shape[1:]))
+    row_mask = row_mask.reshape(batch, 1, group * length, -1)
+    part = _fold(q_BKMH, None, rows_k_BKHC, rows_v_BKCH, row_mask)
+    if prefix_k_BKHS is not None and prefix_v_BKSH is not None and prefix_length_B is not None:
+        capacity = prefix_k_BKHS.shape[3]
+        if block is None or block >= capacity:
+            visible = jnp.arange(capacity) < prefix_length_B[:, None]
+            part = _fold(q_BKMH, part, prefix_k_BKHS, prefix_v_BKSH, visible[:, None, None])
+        else:
+            part = _fold_blocks(q_BKMH, part, prefix_k_BKHS, prefix_v_BKSH, prefix_length_B, block)
+    _, total, mixed = part
+    mixed = (mixed / total).reshape(batch, heads, group, length, size)
     return jnp.transpose(mixed, (0, 3, 1, 2, 4)).astype(q_BTKGH.dtype)
+
+
+_Part = tuple[Array, Array, Array]
+"""Softmax so far: largest score `[B, K, M, 1]`, sum of exponentials `[B, K, M, 1]`, weighted values `[B, K, M, H]`."""
+
+
+def _fold(q_BKMH: Array, part: _Part | None, k_BKHS: Array, v_BKSH: Array, mask: Array) -> _Part:
+    """Take more keys into a softmax (float32)."""
+    scale = jnp.float32(q_BKMH.shape[-1] ** -0.5)
+    scores = jnp.einsum("bkmh,bkhs->bkms", q_BKMH, k_BKHS, preferred_element_type=jnp.float32) * scale
+    scores = jnp.where(mask, scores, NEGATIVE)
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    if part is not None:
+        largest = jnp.maximum(largest, part[0])
+    weights = jnp.exp(scores - largest)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    mixed = jnp.einsum("bkms,bksh->bkmh", weights.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32)
+    if part is None:
+        return largest, total, mixed
+    shrink = jnp.exp(part[0] - largest)
+    return largest, total + part[1] * shrink, mixed + part[2] * shrink
+
+
+def _fold_blocks(q_BKMH: Array, part: _Part, k_BKHS: Array, v_BKSH: Array, length_B: Array, block: int) -> _Part:
+    """Take in the first `max(length)` keys of a prefix, block by block."""
+    if k_BKHS.shape[3] % block:
+        raise ValueError(f"blocks of {block} do not divide a prefix of {k_BKHS.shape[3]} keys")
+
+    def body(index: Array, part: _Part) -> _Part:
+        start = index * block
+        keys = jax.lax.dynamic_slice_in_dim(k_BKHS, start, block, axis=3)
+        values = jax.lax.dynamic_slice_in_dim(v_BKSH, start, block, axis=2)
+        visible = start + jnp.arange(block, dtype=jnp.int32) < length_B[:, None]
+        return _fold(q_BKMH, part, keys, values, visible[:, None, None])
+
+    return jax.lax.fori_loop(0, (jnp.max(length_B) + block - 1) // block, body, part)
