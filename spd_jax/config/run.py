@@ -1,0 +1,110 @@
+"""What a user asks of a run: the fields of a YAML file and of the command line, and nothing else.
+
+Values only. Checks that need the model (a plan that does not fit, a prompt that is too long) belong to who uses them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Dtype = Literal["float32", "bfloat16"]
+PipelineLayout = Literal["separate", "beside"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """A target, its speculation head and the pipeline that they run in.
+
+    Args:
+        target: the target model: a folder with config.json and safetensors, a .gguf file, package:name/file.gguf, or a
+            hub id org/name.
+        head: the speculation head: a head folder; target (made from the target's own weights, untrained); or, to
+            demonstrate exact cycle counts, oracle (every draft right), anti (every draft wrong), script:1101... (one
+            digit a generated token, 1 right and 0 wrong; the first token has no draft, beyond the end: right).
+        stages: number of pipeline stages n (default: the head's).
+        plan: layers of each stage, for example [5,4,4] (default: as even as they go).
+        layout: separate puts the draft layers on a device of their own (n + 1 devices), beside puts them beside the
+            first stage (n devices). Default: the head's, else separate.
+        num_draft_layers: draft layers of a head made from the target (default 3); a head folder has its own.
+        devices: simulate this many devices on the CPU; left out, the devices that JAX finds are used.
+        dtype: of weights and caches.
+        max_length: longest sequence, prompt included (default: the positions that the model was made for).
+        cycles_per_dispatch: cycles between two looks of the host; changes how text streams, never what it is.
+        prefill_chunk: prompt tokens that a stage works on at a time.
+        compilation_cache: folder where compiled programs are kept for the next run.
+    """
+
+    target: str
+    head: str = "target"
+    stages: int | None = None
+    plan: tuple[int, ...] | None = None
+    layout: PipelineLayout | None = None
+    num_draft_layers: int | None = None
+    devices: int | None = None
+    dtype: Dtype = "float32"
+    max_length: int | None = None
+    cycles_per_dispatch: int = 16
+    prefill_chunk: int = 128
+    compilation_cache: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("stages", "num_draft_layers", "devices", "cycles_per_dispatch", "prefill_chunk"):
+            _at_least(1, name, getattr(self, name))
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig(EngineConfig):
+    """One run of infer/generate.py.
+
+    Args:
+        prompt: prompts as text; `-` reads one from standard input. Takes the place of `prompts`.
+        prompts: a JSONL file with prompt, turns (the first is taken) or prompt_ids in a line; `-` for standard input.
+        limit: use only the first so many prompts.
+        chat: put text prompts into the model's chat template; false encodes them as they are.
+        batch: prompts decoded together.
+        max_new_tokens: tokens to generate at most; null for as many as the context holds.
+        temperature: 0 is greedy.
+        top_k: sample among the k most likely tokens; 0 is off.
+        top_p: sample among the most likely tokens that hold this share of probability; 1 is off.
+        seed: of the random numbers; a prompt's own do not depend on its neighbours.
+        stop: strings that end a text; the text ends before, the ids with the token that completed the string.
+        eos_ids: token ids that end a text (default: the model's).
+        ignore_eos: forbid the ids that end a text, to the target and the draft alike.
+        log_probs: record the log-probability of every token under the target.
+        compare: decode autoregressively too, on one device, and compare.
+        json: file for the results.
+        trace: PNG file for the timeline of the pipeline; further prompts go to FILE-2.png, FILE-3.png, ...
+    """
+
+    prompt: tuple[str, ...] = ()
+    prompts: str | None = None
+    limit: int | None = None
+    chat: bool = True
+    batch: int = 1
+    max_new_tokens: int | None = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    eos_ids: tuple[int, ...] | None = None
+    ignore_eos: bool = False
+    log_probs: bool = False
+    compare: bool = False
+    json: str | None = None
+    trace: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("limit", "batch"):
+            _at_least(1, name, getattr(self, name))
+        _at_least(0, "max_new_tokens", self.max_new_tokens)
+        _at_least(0, "seed", self.seed)
+        if "" in self.stop:
+            raise ValueError("stop holds an empty string, which would end every text at once")
+
+
+def _at_least(least: int, name: str, value: int | None) -> None:
+    if value is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, found {value}")
