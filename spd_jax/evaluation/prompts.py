@@ -1,0 +1,143 @@
+"""Prompts: read from JSONL or given as text, and turned into ids.
+
+A line of a JSONL file holds exactly one of `prompt` (text), `turns` (texts of a user's turns, as in MT-Bench files; the
+first is taken) and `prompt_ids`; other keys are left alone. Records end at line feeds only: U+2028 and its kin are
+characters like any other. Knows nothing of decoding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from spd_jax.weights.tokenizer import Tokenizer
+
+KEYS = ("prompt", "turns", "prompt_ids")
+STDIN = "-"
+
+
+class PromptError(ValueError):
+    """A prompt that cannot be used; the message starts with where it comes from (`path:line` for a file)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """What one prompt says: text, or ids as they are; `origin` is for messages."""
+
+    origin: str
+    text: str | None = None
+    ids: tuple[int, ...] | None = None
+
+
+def text_prompts(texts: Sequence[str]) -> list[Prompt]:
+    """Prompts given as text, numbered from 1.
+
+    Raises:
+        PromptError: an empty one.
+    """
+    prompts = [Prompt(f"prompt {number}", text=text) for number, text in enumerate(texts, start=1)]
+    for prompt in prompts:
+        _refuse_empty(prompt.origin, "prompt", prompt.text)
+    return prompts
+
+
+def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
+    """The prompts of a JSONL file; with `limit` nothing behind that many prompts is looked at.
+
+    Raises:
+        OSError: the file cannot be read.
+        PromptError: as `parse_prompts`.
+    """
+    return parse_prompts(Path(path).read_bytes(), str(path), limit)
+
+
+def parse_prompts(data: bytes, origin: str, limit: int | None = None) -> list[Prompt]:
+    """The prompts of JSONL data; `origin` stands in messages for its path. Blank lines are skipped.
+
+    Raises:
+        PromptError: a line that is not UTF-8, not JSON, no object, without exactly one of the keys, with a value of a
+            wrong type or an empty one; or no prompt at all.
+    """
+    prompts = []
+    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if limit is not None and len(prompts) >= limit:
+            break
+        if line.strip():
+            prompts.append(_parse_line(line, f"{origin}:{number}"))
+    if not prompts:
+        raise PromptError(f"{origin}: holds no prompt; expected a JSON object a line, with one of {', '.join(KEYS)}")
+    return prompts
+
+
+def _parse_line(line: bytes, origin: str) -> Prompt:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{origin}: not UTF-8: {error}") from error
+    except ValueError as error:
+        raise PromptError(f"{origin}: not valid JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise PromptError(f"{origin}: expected a JSON object with one of {', '.join(KEYS)}, found {_shown(record)}")
+    given = [key for key in KEYS if key in record]
+    if len(given) != 1:
+        raise PromptError(f"{origin}: expected exactly one of {', '.join(KEYS)}, found {', '.join(given) or 'none'}")
+    key, value = given[0], record[given[0]]
+    if key == "prompt_ids":
+        if not isinstance(value, list) or any(type(token) is not int for token in value):
+            raise PromptError(f"{origin}: prompt_ids must be a list of whole numbers, found {_shown(value)}")
+        _refuse_empty(origin, key, value)
+        return Prompt(origin, ids=tuple(value))
+    if key == "turns":
+        if not isinstance(value, list) or not all(isinstance(turn, str) for turn in value):
+            raise PromptError(f"{origin}: turns must be a list of strings, found {_shown(value)}")
+        _refuse_empty(origin, key, value)
+        value = value[0]
+    if not isinstance(value, str):
+        raise PromptError(f"{origin}: prompt must be a string, found {_shown(value)}")
+    _refuse_empty(origin, key, value)
+    return Prompt(origin, text=value)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _refuse_empty(origin: str, key: str, value: Sequence[Any] | None) -> None:
+    if not value:
+        raise PromptError(f"{origin}: {key} is empty: a prompt needs at least one token")
+
+
+def encode_prompt(
+    prompt: Prompt, tokenizer: Tokenizer | None, *, chat: bool, vocab_size: int, max_length: int
+) -> list[int]:
+    """The ids of a prompt; text goes through the chat template, or as it is with `chat` false.
+
+    Raises:
+        PromptError: text without a tokenizer or without a template; ids outside the vocabulary; a prompt without
+            tokens, or one that leaves no room for a token (the context holds `max_length`).
+    """
+    if prompt.ids is not None:
+        ids = list(prompt.ids)
+    elif tokenizer is None:
+        raise PromptError(f"{prompt.origin}: the target has no tokenizer, so prompts must be prompt_ids, not text")
+    elif chat:
+        if tokenizer.inner.chat_template is None:
+            raise PromptError(f"{prompt.origin}: the tokenizer has no chat template; use --chat false for plain text")
+        ids = tokenizer.chat([{"role": "user", "content": prompt.text}])
+    else:
+        ids = tokenizer.encode(prompt.text or "")
+    if not ids:
+        raise PromptError(f"{prompt.origin}: the prompt has no tokens, it needs at least one")
+    wrong = [token for token in ids if not 0 <= token < vocab_size]
+    if wrong:
+        raise PromptError(f"{prompt.origin}: id {wrong[0]} is outside the vocabulary 0..{vocab_size - 1}")
+    if len(ids) >= max_length:
+        raise PromptError(
+            f"{prompt.origin}: the prompt has {len(ids)} tokens, at most {max_length - 1} leave room for one more "
+            f"(context {max_length})"
+        )
+    return ids
