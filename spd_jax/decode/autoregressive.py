@@ -81,7 +81,7 @@ class AutoregressiveDecoder:
         self.steps_per_dispatch, self.prefill_chunk = steps_per_dispatch, prefill_chunk
         self._num_tokens = self.config.vocab_size if num_tokens is None else num_tokens
         self._dtype = decoder.embedding[...].dtype
-        self._graphdef, self._state = nnx.split(decoder)
+        self._graphdef, self.weights = nnx.split(decoder)
         self._programs: dict[Any, Any] = {}
 
     def generate(self, prompts: Sequence[Sequence[int]], options: Options) -> Generation:
@@ -102,9 +102,9 @@ class AutoregressiveDecoder:
         if not batch.active.any():
             return
         start = time.perf_counter()
-        prefill, dispatch, grow = self._compiled(options.sampling.mode, options.log_probs)
-        request = self._request(batch)
-        state, token, log_prob = prefill(self._state, request, *self._prompt(batch))
+        prefill, dispatch, grow = self.compiled(options.sampling.mode, options.log_probs)
+        request = self.request(batch)
+        state, token, log_prob = prefill(self.weights, request, *self.prompt_arrays(batch))
         pieces = batch.first(np.asarray(token), np.asarray(log_prob))
         generation.prefill_seconds = time.perf_counter() - start
         yield from pieces
@@ -114,7 +114,7 @@ class AutoregressiveDecoder:
             if needed > state.v[0].shape[2]:
                 state = grow(state, needed)
             state = struct.replace(state, active=jnp.asarray(batch.active))
-            state, log = dispatch(self._state, request, state)
+            state, log = dispatch(self.weights, request, state)
             event, token, log_prob = jax.device_get(log)
             pieces = batch.extend(step, event, token, log_prob, np.full_like(token, -1))
             step += self.steps_per_dispatch
@@ -122,13 +122,15 @@ class AutoregressiveDecoder:
             yield from pieces
             start = time.perf_counter()
 
-    def _request(self, batch: Batch) -> StepRequest:
+    def request(self, batch: Batch) -> StepRequest:
+        """The traced facts of a batch."""
         allowed = np.arange(self.config.vocab_size) < self._num_tokens
         allowed[list(batch.banned_ids)] = False
         eos = jnp.asarray(batch.eos_ids or (-1,), jnp.int32)
         return StepRequest(batch.options.sampling.numbers(), eos, jnp.asarray(allowed))
 
-    def _prompt(self, batch: Batch) -> tuple[Any, ...]:
+    def prompt_arrays(self, batch: Batch) -> tuple[Any, ...]:
+        """What a prefill takes after weights and request: empty caches, padded ids, lengths, limits, seeds."""
         longest = int(batch.lengths.max())
         padded = -(-longest // self.prefill_chunk) * self.prefill_chunk
         capacity = bucket(max(padded, longest + 1 + self.steps_per_dispatch))
@@ -140,7 +142,8 @@ class AutoregressiveDecoder:
         arrays = (batch.padded_ids(capacity), batch.lengths, batch.limits, batch.seeds())
         return caches, *map(jnp.asarray, arrays)
 
-    def _compiled(self, mode: SamplingMode, with_log_probs: bool) -> tuple[Any, Any, Any]:
+    def compiled(self, mode: SamplingMode, with_log_probs: bool) -> tuple[Any, Any, Any]:
+        """The compiled prefill, dispatch and cache growth."""
         key = (mode, with_log_probs)
         if key not in self._programs:
             body = _Programs(self._graphdef, mode, with_log_probs, self.steps_per_dispatch, self.prefill_chunk)

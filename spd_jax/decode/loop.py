@@ -81,9 +81,9 @@ class PipelineDecoder:
         if not batch.active.any():
             return
         start = time.perf_counter()
-        request, banned = self._request(batch)
+        request, banned = self.request(batch)
         mode = Mode(options.sampling.mode, options.log_probs)
-        state, token, log_prob = self._prefill(batch, mode, request, banned)
+        state, token, log_prob = self.prefill(batch, mode, request, banned)
         pieces = batch.first(np.asarray(token), np.asarray(log_prob))
         self._check(state)
         generation.prefill_seconds = time.perf_counter() - start
@@ -92,7 +92,7 @@ class PipelineDecoder:
         cycle = 0
         while batch.active.any():
             state = self._ready(batch, state)
-            state, log = self._dispatch(mode)(self.params, request, state, banned)
+            state, log = self.dispatch(mode)(self.params, request, state, banned)
             event, token, log_prob, draft = jax.device_get((log.event, log.token, log.log_prob, log.draft))
             self._check(state)
             pieces = batch.extend(cycle, event, token, log_prob, draft)
@@ -101,7 +101,8 @@ class PipelineDecoder:
             yield from pieces
             start = time.perf_counter()
 
-    def _request(self, batch: Batch) -> tuple[Request, Array]:
+    def request(self, batch: Batch) -> tuple[Request, Array]:
+        """The traced facts of a batch, and the ids that must not occur."""
         forced = batch.forced(bucket(int((batch.lengths + batch.limits).max())))
         request = Request(
             batch.options.sampling.numbers(),
@@ -110,7 +111,8 @@ class PipelineDecoder:
         )
         return jax.device_put((request, jnp.asarray(batch.banned_ids or (-1,), jnp.int32)), replicated(self.mesh))
 
-    def _prefill(self, batch: Batch, mode: Mode, request: Request, banned: Array) -> tuple[DecodeState, Array, Array]:
+    def prefill(self, batch: Batch, mode: Mode, request: Request, banned: Array) -> tuple[DecodeState, Array, Array]:
+        """The state before the first cycle, the first tokens and their log-probabilities."""
         if mode not in self._prefills:
             self._prefills[mode] = make_prefill(self.program, mode, self.mesh, self.prefill_chunk)
         padded = -(-int(batch.lengths.max()) // self.prefill_chunk) * self.prefill_chunk
@@ -121,7 +123,8 @@ class PipelineDecoder:
         placed = jax.device_put(arrays, replicated(self.mesh))
         return self._prefills[mode](self.params, request, caches, *placed, banned)
 
-    def _dispatch(self, mode: Mode) -> Any:
+    def dispatch(self, mode: Mode) -> Any:
+        """The compiled `(params, request, state, banned) -> (state, log)`; it donates the state."""
         if mode not in self._dispatches:
             self._dispatches[mode] = make_dispatch(self.program, mode, self.mesh, self.cycles_per_dispatch)
         return self._dispatches[mode]

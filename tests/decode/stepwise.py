@@ -60,8 +60,8 @@ class Stepper:
     def run(self, prompts: Sequence[list[int]], options: Options) -> Steps:
         decoder, program = self.decoder, self.decoder.program
         batch = make_batch(prompts, options, program.target.vocab_size, decoder.max_length)
-        request, banned = decoder._request(batch)
-        state, token, log_prob = decoder._prefill(batch, self.mode, request, banned)
+        request, banned = decoder.request(batch)
+        state, token, log_prob = decoder.prefill(batch, self.mode, request, banned)
         batch.first(np.asarray(token), np.asarray(log_prob))
         state, (log, (target, draft)) = self._run(decoder.params, request, state)
         batch.extend(0, *map(np.asarray, (log.event, log.token, log.log_prob, log.draft)))
