@@ -51,6 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (ArithmeticError, OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     return 1 if run.report.differs else 0
 
 

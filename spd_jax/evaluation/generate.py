@@ -31,7 +31,7 @@ from spd_jax.evaluation.prompts import (
     read_prompts,
     text_prompts,
 )
-from spd_jax.evaluation.report import Facts, Outcome, Report, prepare_output, times_of, write_json, write_whole
+from spd_jax.evaluation.report import Facts, Outcome, Report, counted, prepare_output, times_of, write_json, write_whole
 from spd_jax.evaluation.text import IdStream, TextStream
 from spd_jax.evaluation.timeline import reconstruct
 
@@ -82,13 +82,14 @@ class Job:
     def describe(self) -> str:
         """What is about to run, in a few lines."""
         engine = self.engine
-        kind = "simulated device" if engine.simulated else engine.mesh.devices.flat[0].platform + " device"
+        devices = counted(engine.plan.num_ranks, "device")
+        kind = "simulated" if engine.simulated else engine.mesh.devices.flat[0].platform
         return "\n".join(
             [
                 f"target   {self.config.target} ({self.config.dtype})",
                 f"head     {engine.describe_head()}",
                 f"plan     {engine.plan.describe()}",
-                f"devices  {engine.plan.num_ranks} {kind}{'s' if engine.plan.num_ranks > 1 else ''}",
+                f"devices  {devices} ({kind})",
             ]
         )
 
@@ -301,8 +302,10 @@ class Run:
         tokenizer = engine.tokenizer
         name = Path(self.job.config.target).name
         s0 = n * outcome.rate()
-        counts = f"{len(outcome.result.ids)} tokens in {outcome.result.cycles} cycles"
-        title = f"{name}, n = {n} stages, {counts}, S0 = {s0:.2f}" + (", drafts by script" if engine.script else "")
+        counts = f"{counted(len(outcome.result.ids), 'token')} in {counted(outcome.result.cycles, 'cycle')}"
+        title = f"{name}, n = {counted(n, 'stage')}, {counts}, S0 = {s0:.2f}" + (
+            ", drafts by script" if engine.script else ""
+        )
 
         def label(token: int) -> str:
             return str(token) if tokenizer is None else tokenizer.decode([token], skip_special=False)

@@ -99,7 +99,7 @@ class Outcome:
     def line(self, num_stages: int) -> str:
         """One line under the text of a prompt."""
         result, rate = self.result, self.rate()
-        counts = f"{len(result.ids)} tokens in {result.cycles} cycles"
+        counts = f"{counted(len(result.ids), 'token')} in {counted(result.cycles, 'cycle')}"
         verdicts = f"accepted {result.accepted}, rejected {result.rejected}"
         line = f"{counts}, {verdicts}, S0 {equivalent_accept_length(num_stages, rate):.2f}, end: {result.finish_reason}"
         return line if self.equal is None else f"{line}, equal to autoregressive: {'yes' if self.equal else 'no'}"
@@ -186,7 +186,7 @@ class Report:
             f"{'cycles':17}{s['cycles']:>12}   {verdicts} (alpha {s['alpha']:.3f})",
             f"{'acceptance rate':17}{s['acceptance_rate']:>12.3f}   (N - 1) / K{', pooled' if several else ''}; "
             f"as published, N / K{', mean' if several else ''}: {s['published_acceptance_rate_mean']:.3f}",
-            f"{'S0':17}{s['s0']:>12.2f}   n (N - 1) / K, n = {facts.num_stages} stages"
+            f"{'S0':17}{s['s0']:>12.2f}   n (N - 1) / K, n = {counted(facts.num_stages, 'stage')}"
             + (f"{', pooled'}; mean of the prompts: {s['s0_mean']:.2f}" if several else ""),
         ]
         return "\n".join([*lines, "", *self._verdict(s)])
@@ -229,6 +229,11 @@ def _times(batches: Sequence[tuple[float, float]], results: Sequence[SequenceRes
         "decode_seconds": decode,
         "tokens_per_second": decoded / decode if decode > 0 else 0.0,
     }
+
+
+def counted(number: int, thing: str) -> str:
+    """`1 stage`, `2 stages`."""
+    return f"{number} {thing}" + ("" if number == 1 else "s")
 
 
 def times_of(generation: Generation) -> tuple[float, float]:
