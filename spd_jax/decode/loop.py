@@ -84,8 +84,9 @@ class PipelineDecoder:
         request, banned = self.request(batch)
         mode = Mode(options.sampling.mode, options.log_probs)
         state, token, log_prob = self.prefill(batch, mode, request, banned)
-        pieces = batch.first(np.asarray(token), np.asarray(log_prob))
-        self._check(state)
+        token, log_prob, fault = jax.device_get((token, log_prob, state.control.fault))
+        self._check(fault, state)
+        pieces = batch.first(token, log_prob)
         generation.prefill_seconds = time.perf_counter() - start
         yield from pieces
         start = time.perf_counter()
@@ -93,9 +94,9 @@ class PipelineDecoder:
         while batch.active.any():
             state = self._ready(batch, state)
             state, log = self.dispatch(mode)(self.params, request, state, banned)
-            event, token, log_prob, draft = jax.device_get((log.event, log.token, log.log_prob, log.draft))
-            self._check(state)
-            pieces = batch.extend(cycle, event, token, log_prob, draft)
+            log, fault = jax.device_get((log, state.control.fault))
+            self._check(fault, state)
+            pieces = batch.extend(cycle, log.event, log.token, log.log_prob, log.draft)
             cycle += self.cycles_per_dispatch
             generation.decode_seconds += time.perf_counter() - start
             yield from pieces
@@ -142,8 +143,7 @@ class PipelineDecoder:
         active = jax.device_put(batch.active, replicated(self.mesh))
         return struct.replace(state, control=struct.replace(state.control, active=active))
 
-    def _check(self, state: DecodeState) -> None:
-        fault = np.asarray(state.control.fault)
+    def _check(self, fault: np.ndarray, state: DecodeState) -> None:
         if not fault.any():
             return
         plan = self.program.plan
