@@ -1,0 +1,131 @@
+"""Sampled pipelined text has exactly the target's distribution: by enumeration on a vocabulary of seven tokens."""
+
+import functools
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from spd_jax.decode.autoregressive import AutoregressiveDecoder
+from spd_jax.decode.loop import PipelineDecoder
+from spd_jax.decode.options import Options
+from spd_jax.decode.sampling import Sampling
+from spd_jax.plan import Layout, make_plan
+from spd_jax.testing.naive import Filters, probabilities
+from spd_jax.testing.weights import RandomWeights
+from spd_jax.weights.load import load_decoder
+from tests.decode.engine import make_pipeline, model_config, random_head
+
+VOCAB, LAYERS, COUNT, ROWS = 7, 3, 4, 16
+PROMPT = [1, 4]
+
+
+@functools.cache
+def weights() -> RandomWeights:
+    return RandomWeights(model_config(LAYERS, vocab_size=VOCAB), seed=3)
+
+
+@functools.cache
+def decoder(num_stages: int, layout: Layout, draft_ids: tuple[int, ...] | None = None) -> PipelineDecoder:
+    plan = make_plan(LAYERS, num_stages, num_draft_layers=1, layout=layout)
+    return make_pipeline(weights(), random_head(weights().config, plan, draft_ids=draft_ids), plan)
+
+
+@functools.cache
+def autoregressive() -> AutoregressiveDecoder:
+    return AutoregressiveDecoder(load_decoder(weights(), jnp.float32), steps_per_dispatch=8, prefill_chunk=4)
+
+
+@functools.cache
+def enumerated_logits() -> np.ndarray:
+    """`[7^COUNT, COUNT, V]`: the target's logits for every token of every text."""
+    texts = np.asarray(list(itertools.product(range(VOCAB), repeat=COUNT)))
+    ids = np.concatenate([np.tile(PROMPT, (len(texts), 1)), texts[:, :-1]], axis=1)
+    return np.asarray(load_decoder(weights(), jnp.float32)(jnp.asarray(ids)))[:, len(PROMPT) - 1 :]
+
+
+def exact(sampling: Sampling) -> np.ndarray:
+    """`[V] * COUNT`: the probability of every text under the target."""
+    filters = Filters(sampling.temperature, sampling.top_k or None, sampling.top_p)
+    p = np.ones(VOCAB**COUNT)
+    for t in range(COUNT):
+        step = VOCAB ** (COUNT - t)  # texts with the same first t tokens lie together
+        for start in range(0, len(p), step):
+            shares = probabilities(enumerated_logits()[start, t], filters)
+            p[start : start + step] *= np.repeat(shares, step // VOCAB)
+    return p.reshape((VOCAB,) * COUNT)
+
+
+def sample(decoder: PipelineDecoder, sampling: Sampling, repeats: int, seed: int = 0) -> tuple[np.ndarray, float]:
+    """`[samples, COUNT]` texts, and the share of tested drafts that were rejected."""
+    texts, rejected, tested = [], 0, 0
+    for repeat in range(repeats):
+        numbers = tuple(range(repeat * ROWS, (repeat + 1) * ROWS))
+        options = Options(max_new_tokens=COUNT, sampling=sampling, seed=seed, sequences=numbers)
+        for result in decoder.generate([PROMPT] * ROWS, options).results:
+            texts.append(result.ids)
+            rejected += result.rejected
+            tested += result.accepted + result.rejected
+    return np.asarray(texts), rejected / max(tested, 1)
+
+
+def assert_drawn_from(texts: np.ndarray, p: np.ndarray) -> None:
+    """Every position's tokens, every pair of neighbours, and whole texts (rare ones together)."""
+    counts = np.zeros(p.shape)
+    np.add.at(counts, tuple(texts.T), 1)
+    assert counts[p == 0].sum() == 0, "a token outside the filtered support"
+    views = [(i,) for i in range(COUNT)] + [(i, i + 1) for i in range(COUNT - 1)] + [tuple(range(COUNT))]
+    for view in views:
+        others = tuple(i for i in range(COUNT) if i not in view)
+        wanted, found = (len(texts) * p).sum(others).ravel(), counts.sum(others).ravel()
+        large = wanted >= 5
+        if (~large).any() and wanted[~large].sum() > 0:
+            wanted = np.append(wanted[large], wanted[~large].sum())
+            found = np.append(found[large], found[~large].sum())
+        used = wanted > 0
+        assert used.sum() > 1
+        result = stats.chisquare(found[used], wanted[used] * found.sum() / wanted.sum())
+        assert result.pvalue > 1e-4, (view, result)
+
+
+MODES = {"warm": Sampling(1.0), "cool": Sampling(0.7), "top-p": Sampling(0.5, 0, 0.9), "both": Sampling(0.7, 4, 0.95)}
+SMALL = (0, 2, 3, 5)  # a draft vocabulary smaller than the target's
+
+
+@pytest.mark.parametrize("name", ["warm", "cool", pytest.param("top-p", marks=pytest.mark.slow), "both"])
+def test_sampled_texts_have_the_targets_distribution(name: str):
+    """Also H06: the same filters for target and draft."""
+    p = exact(MODES[name])
+    texts, rejected = sample(decoder(3, "separate", SMALL), MODES[name], repeats=320)
+    assert 0.1 < rejected < 0.9, "drafts must be both accepted and rejected for this to say anything"
+    assert_drawn_from(texts, p)
+    for t in range(COUNT):
+        marginal = p.sum(tuple(i for i in range(COUNT) if i != t))
+        frequencies = np.bincount(texts[:, t], minlength=VOCAB) / len(texts)
+        assert np.abs(frequencies - marginal).sum() / 2 < 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["warm", "top-p", "both"])
+@pytest.mark.parametrize(("num_stages", "layout"), [(2, "separate"), (3, "beside")])
+def test_sampled_texts_have_the_targets_distribution_with_any_plan(num_stages: int, layout: Layout, name: str):
+    texts, rejected = sample(decoder(num_stages, layout), MODES[name], repeats=640, seed=5)
+    assert 0.1 < rejected < 0.9
+    assert_drawn_from(texts, exact(MODES[name]))
+
+
+def test_one_stage_draws_what_autoregressive_decoding_draws():
+    """The same numbers for the same sequence and position: not only the distribution, the very tokens."""
+    options = Options(max_new_tokens=12, sampling=Sampling(1.0), seed=4)
+    prompts = [PROMPT] * ROWS
+    ours = decoder(1, "beside").generate(prompts, options).results
+    theirs = autoregressive().generate(prompts, options).results
+    assert [r.ids for r in ours] == [r.ids for r in theirs]
+    assert len({tuple(r.ids) for r in ours}) > ROWS / 2
+
+
+def test_autoregressive_texts_have_the_targets_distribution():
+    sampling = MODES["warm"]
+    assert_drawn_from(sample(autoregressive(), sampling, repeats=200)[0], exact(sampling))
