@@ -42,12 +42,12 @@ def main(arguments: list[str] | None = None) -> int:
         flags = [f"--xla_cpu_collective_call_{name}_timeout_seconds={time}" for name, time in PATIENCE.items()]
         os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
         job = prepare(config, None if sys.stdin.isatty() else sys.stdin.read)
-        print(job.describe(), flush=True)
+        out = sys.stdout if job.engine.leads else open(os.devnull, "w")  # noqa: SIM115
+        print(job.describe(), file=out, flush=True)
         run = Run(job, load(job))
         for text in run.stream():
-            print(text, end="", flush=True)
-        written = run.write_files()
-        print("\n" + run.report.text(), *(f"wrote {path}" for path in written), sep="\n")
+            print(text, end="", file=out, flush=True)
+        print("\n" + run.report.text(), *(f"wrote {path}" for path in run.write_files()), sep="\n", file=out)
     except (ArithmeticError, OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

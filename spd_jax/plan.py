@@ -119,9 +119,14 @@ class StagePlan:
 
     def describe(self) -> str:
         """One line for logs and errors."""
+
+        def count(number: int, what: str) -> str:
+            return f"{number} {what}{'' if number == 1 else 's'}"
+
         return (
-            f"{self.num_stages} stages {list(self.stage_layers)} on {self.num_ranks} ranks "
-            f"(draft {self.num_draft_layers} layers, {self.layout}), anchors (hidden state index) {list(self.anchors)}"
+            f"{count(self.num_stages, 'stage')} {list(self.stage_layers)} on {count(self.num_ranks, 'rank')} "
+            f"({count(self.num_draft_layers, 'draft layer')}, {self.layout}), "
+            f"anchors (hidden state index) {list(self.anchors)}"
         )
 
 

@@ -16,8 +16,8 @@ RopeKind = Literal["default", "linear", "llama3", "yarn"]
 class RopeConfig:
     """Rotary position embedding: base and the scaling of its inverse frequencies.
 
-    Names follow Hugging Face's `rope_parameters`. Fields that a kind does not use are ignored by it. `llama3` and `yarn`
-    need `original_max_position`. `attention_factor` None means the value that yarn derives from `factor`.
+    Names follow Hugging Face's `rope_parameters`. Fields that a kind does not use are ignored by it. `llama3` and
+    `yarn` need `original_max_position`. `attention_factor` None means the value that yarn derives from `factor`.
     """
 
     theta: float = 10000.0

@@ -33,6 +33,10 @@ class EngineConfig:
         cycles_per_dispatch: cycles between two looks of the host; changes how text streams, never what it is.
         prefill_chunk: prompt tokens that a stage works on at a time.
         compilation_cache: folder where compiled programs are kept for the next run.
+        coordinator: host:port of process 0, to run on the devices of several processes or machines; all are given the
+            same. Process 0 prints and writes files.
+        num_processes: how many processes there are, with coordinator.
+        process_id: the number of this process, 0 to num_processes - 1, with coordinator.
     """
 
     target: str
@@ -47,10 +51,17 @@ class EngineConfig:
     cycles_per_dispatch: int = 16
     prefill_chunk: int = 128
     compilation_cache: str | None = None
+    coordinator: str | None = None
+    num_processes: int = 1
+    process_id: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("stages", "num_draft_layers", "devices", "cycles_per_dispatch", "prefill_chunk"):
+        for name in ("stages", "num_draft_layers", "devices", "cycles_per_dispatch", "prefill_chunk", "num_processes"):
             _at_least(1, name, getattr(self, name))
+        if self.coordinator is None and (self.num_processes != 1 or self.process_id != 0):
+            raise ValueError(
+                f"num_processes {self.num_processes} and process_id {self.process_id} need a coordinator (host:port)"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.scripted import Script, parse_script
 from spd_jax.models.decoder import Decoder
 from spd_jax.parallel.mesh import simulate_devices, stage_mesh
+from spd_jax.parallel.processes import join_processes
 from spd_jax.parallel.stack import make_program, stack_params
 from spd_jax.plan import StagePlan, make_plan
 from spd_jax.speculation.checkpoint import load_head
@@ -67,6 +68,11 @@ class Engine:
     def simulated(self) -> bool:
         """Whether several devices share one CPU."""
         return self.plan.num_ranks > 1 and all(device.platform == "cpu" for device in self.mesh.devices.flat)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process prints and writes (the others compute along)."""
+        return jax.process_index() == 0
 
     def describe_head(self) -> str:
         """The head in a few words."""
@@ -153,11 +159,14 @@ def open_engine(config: EngineConfig) -> Engine:
         FileNotFoundError: no target, or no head, is there.
         ValueError: a config, head or plan that does not fit the target; too few devices (says how many were found and
             how to get more); a `max_length` beyond the model's positions.
+        TimeoutError: with `config.coordinator`, process 0 does not answer.
         RuntimeError: devices were to be simulated after JAX had started with fewer.
     """
     script = parse_script(config.head)
     if config.compilation_cache is not None:
         jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
+    if config.coordinator is not None:
+        join_processes(config.coordinator, config.num_processes, config.process_id)
     if config.devices is not None:
         simulate_devices(config.devices)
     weights = open_target(config.target)

@@ -199,8 +199,13 @@ class Run:
             yield from self._batch(range(start, min(start + size, len(self.job.ids))))
 
     def write_files(self) -> list[Path]:
-        """Write the files that the job asks for, each whole or not at all; returns their paths."""
+        """Write the files that the job asks for, each whole or not at all; returns their paths.
+
+        One process of several writes them.
+        """
         config, written = self.job.config, []
+        if not self.job.engine.leads:
+            return written
         if config.json is not None:
             write_json(config.json, self.report.tree())
             written.append(Path(config.json))

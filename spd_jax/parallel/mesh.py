@@ -46,7 +46,7 @@ def stage_mesh(num_ranks: int, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of `num_ranks` devices along axis `stage`.
 
     Raises:
-        ValueError: too few devices; says how many were found and how to get more.
+        ValueError: too few devices (says how many were found and how to get more), or a process that would have none.
     """
     found = jax.devices() if devices is None else devices
     if len(found) < num_ranks:
@@ -54,6 +54,13 @@ def stage_mesh(num_ranks: int, devices: Sequence[Any] | None = None) -> Mesh:
         raise ValueError(
             f"the plan needs {num_ranks} devices, found {len(found)} ({platform}). Use fewer stages, a machine with "
             f"more devices, or simulate them on CPU: --devices {num_ranks} (jax_num_cpu_devices={num_ranks})"
+        )
+    members = {device.process_index for device in found[:num_ranks]}
+    idle = sorted(set(range(jax.process_count())) - members)
+    if idle:
+        raise ValueError(
+            f"the plan needs {num_ranks} devices and the first processes have them all: nothing is left for process "
+            f"{idle[0]}. Use more stages or fewer processes"
         )
     return Mesh(np.asarray(found[:num_ranks]), (AXIS,))
 

@@ -121,21 +121,22 @@ def head_from_target(
         raise ValueError(f"the head's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}")
     if config.anchors[-1] > target.num_layers:
         raise ValueError(f"anchor {config.anchors[-1]} is beyond the last hidden state index {target.num_layers}")
-    module = SpeculationModule(config, rngs=nnx.Rngs(seed))
     size, first = config.layer.hidden_size, target.num_layers - config.num_layers
-    for i, projection in enumerate(module.projections):
-        deepest = np.concatenate([np.zeros((size, i * size), np.float32), np.eye(size, dtype=np.float32)], axis=1)
-        random = np.random.default_rng([seed, i]).standard_normal(deepest.shape, dtype=np.float32)
-        projection.weight[...] = jnp.asarray(deepest + np.float32(noise) * random)
-    for j, layer in enumerate(module.layers):
-        _, state = nnx.split(layer)
-        flat = nnx.to_flat_state(state)
-        for path, param in flat:
-            name = ".".join(map(str, path))
-            param[...] = jnp.asarray(np.asarray(tensors[f"layers.{first + j}.{name}"], np.float32))
-        nnx.update(layer, nnx.from_flat_state(flat))
-    if module.lm_head is not None:
-        rows = np.asarray(tensors["embedding" if target.tie_embeddings else "head"])
-        ids = slice(None) if config.draft_ids is None else np.asarray(config.draft_ids)
-        module.lm_head[...] = jnp.asarray(rows[ids].astype(np.float32))
-    return module
+
+    def value(path: tuple[Any, ...]) -> np.ndarray:
+        if path[0] == "projections":
+            kind = int(path[1])
+            deepest = np.eye(size, (kind + 1) * size, k=kind * size, dtype=np.float32)
+            random = np.random.default_rng([seed, kind]).standard_normal(deepest.shape, dtype=np.float32)
+            return deepest + np.float32(noise) * random
+        if path[0] == "layers":
+            return tensors[".".join(map(str, ("layers", first + int(path[1]), *path[2:])))]
+        rows = tensors["embedding" if target.tie_embeddings else "head"]
+        return rows if config.draft_ids is None else rows[np.asarray(config.draft_ids)]
+
+    # Only shapes are made of the module before its values: random ones would take seconds and be thrown away.
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: SpeculationModule(config, rngs=nnx.Rngs(0))))
+    filled = [
+        (path, nnx.Param(jnp.asarray(np.asarray(value(path), np.float32)))) for path, _ in nnx.to_flat_state(state)
+    ]
+    return nnx.merge(graphdef, nnx.from_flat_state(filled))
