@@ -125,9 +125,8 @@ class AutoregressiveDecoder:
     def request(self, batch: Batch) -> StepRequest:
         """The traced facts of a batch."""
         allowed = np.arange(self.config.vocab_size) < self._num_tokens
-        allowed[list(batch.banned_ids)] = False
-        eos = jnp.asarray(batch.eos_ids or (-1,), jnp.int32)
-        return StepRequest(batch.options.sampling.numbers(), eos, jnp.asarray(allowed))
+        allowed[batch.banned_ids[batch.banned_ids >= 0]] = False
+        return StepRequest(batch.options.sampling.numbers(), jnp.asarray(batch.eos_ids), jnp.asarray(allowed))
 
     def prompt_arrays(self, batch: Batch) -> tuple[Any, ...]:
         """What a prefill takes after weights and request: empty caches, padded ids, lengths, limits, seeds."""

@@ -25,6 +25,13 @@ def bucket(length: int, smallest: int = SMALLEST_CAPACITY) -> int:
     return max(smallest, 1 << (length - 1).bit_length())
 
 
+def padded_list(ids: Sequence[int], multiple: int = 8) -> np.ndarray:
+    """Ids as an array padded with -1, so that the number of ids seldom asks for another program."""
+    padded = np.full(max(1, -(-len(ids) // multiple)) * multiple, -1, np.int32)
+    padded[: len(ids)] = list(ids)
+    return padded
+
+
 @dataclasses.dataclass
 class Batch:
     """A checked request: `limits[b]` tokens may be generated, `reasons[b]` says why so few (for `finish_reason`)."""
@@ -46,14 +53,14 @@ class Batch:
         return np.asarray([len(prompt) for prompt in self.prompts], np.int32)
 
     @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a sequence: none when they are ignored."""
-        return () if self.options.ignore_eos else self.options.eos_ids
+    def eos_ids(self) -> np.ndarray:
+        """Ids that end a sequence (none when they are ignored), padded as `padded_list`."""
+        return padded_list(() if self.options.ignore_eos else self.options.eos_ids)
 
     @property
-    def banned_ids(self) -> tuple[int, ...]:
-        """Ids that must not be emitted or drafted."""
-        return self.options.eos_ids if self.options.ignore_eos else ()
+    def banned_ids(self) -> np.ndarray:
+        """Ids that must not be emitted or drafted, padded as `padded_list`."""
+        return padded_list(self.options.eos_ids if self.options.ignore_eos else ())
 
     def padded_ids(self, length: int) -> np.ndarray:
         """Prompts padded on the right with 0."""

@@ -66,7 +66,7 @@ def compute(
     Returns:
         hidden states after each of the stage's layers `[slots, B, W, D]` (zeros without a stage), the draft's hidden
         state at the newest position `[B, W, D]` (zeros elsewhere), the windows of all slots, and whether everything
-        that counts is finite.
+        that counts is finite: `[2]`, of the stage and of the draft.
     """
     control, taps, table = state.control, state.taps, program.slots
     batch, width, size = state.hidden.shape
@@ -117,6 +117,6 @@ def compute(
             jax.ShapeDtypeStruct((table.max_stage_slots, batch, width, size), dtype),
             jax.ShapeDtypeStruct((batch, width, size), dtype),
         )
-    finite = jnp.all(jnp.isfinite(hiddens[-1]) | (position_B < 0)[:, None, None])
-    finite &= jnp.all(jnp.isfinite(drafted) | ~control.active[:, None, None])
-    return hiddens, drafted, windows, finite
+    stage_finite = jnp.all(jnp.isfinite(hiddens[-1]) | (position_B < 0)[:, None, None])
+    draft_finite = jnp.all(jnp.isfinite(drafted) | ~control.active[:, None, None])
+    return hiddens, drafted, windows, jnp.stack([stage_finite, draft_finite])

@@ -41,6 +41,7 @@ def cycle(
             program, params, mode, request, final[:, 0], drafted[:, 0], question, state.log_q
         )
     new_control, log = decide(program, request, control, question, verdict)
+    fault = jnp.concatenate([fault, verdict.fault[:, None]], axis=1)
     new_control = struct.replace(new_control, fault=control.fault | fault)
     with jax.named_scope("enter"):
         entering = jnp.take_along_axis(
@@ -54,7 +55,7 @@ def cycle(
 
 
 def _exchange(program: Program, hiddens: Array, drafted: Array, finite: Array) -> tuple[Array, Array, Array, Array]:
-    """One packet: final hidden state `[B, W, D]`, draft hidden state, taps `[B, W, m - 1, D]`, faults `[R]`."""
+    """One packet: final hidden state `[B, W, D]`, draft hidden state, taps `[B, W, m - 1, D]`, faults `[R, 2]`."""
     output = hiddens[-1]
     is_last = ranks.stage_number(program) == program.plan.num_stages
     final = jnp.where(is_last, output, jnp.zeros_like(output))
@@ -62,7 +63,7 @@ def _exchange(program: Program, hiddens: Array, drafted: Array, finite: Array) -
     taps = jnp.moveaxis(hiddens[where], 0, 2)
     taps = jnp.where(owned[:, None], taps, jnp.zeros_like(taps))
     here = jnp.arange(program.plan.num_ranks) == jax.lax.axis_index(AXIS)
-    fault = (here & ~finite).astype(output.dtype)
+    fault = (here[:, None] & ~finite).astype(output.dtype)
     final, drafted, taps, fault = psum_packed((final, drafted, taps, fault))
     return final, drafted, taps, fault != 0
 

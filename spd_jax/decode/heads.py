@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from spd_jax import struct
 from spd_jax.decode.sampling import (
@@ -22,7 +22,7 @@ from spd_jax.decode.sampling import (
     log_normaliser,
     log_probs,
 )
-from spd_jax.decode.verify import Verdict, verify_greedy, verify_sampled
+from spd_jax.decode.verify import Verdict, not_numbers, verify_greedy, verify_sampled
 from spd_jax.nn.layers import rms_norm
 from spd_jax.parallel.mesh import gather_ranks
 from spd_jax.parallel.stack import PipelineParams, Program
@@ -77,16 +77,17 @@ def first_token(
     final_BD: Float[Array, "B D"],
     position_B: Int[Array, " B"],
     keys_B: Array,
-) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """The token after the prompt, and its log-probability under the target."""
+) -> tuple[Int[Array, " B"], Float[Array, " B"], Bool[Array, " R"]]:
+    """The token after the prompt, its log-probability under the target, and ranks whose scores were not numbers."""
     logits = target_logits(program, params, final_BD)
     ids = local_ids(logits.shape[-1])
     scores = logits
     if not mode.sampling.greedy:
         log_p = log_probs(logits, ids, mode.sampling, request.numbers, gather_ranks)
         scores = log_p + gumbel(keys_B, position_B, TARGET, ids)
-    _, token = best_of_ranks(*gather_ranks(best(scores, ids)))
-    return token, token_log_prob(mode, logits, ids, token)
+    scores, winners = gather_ranks(best(scores, ids))
+    _, token = best_of_ranks(scores, winners)
+    return token, token_log_prob(mode, logits, ids, token), not_numbers(scores)
 
 
 def token_log_prob(mode: Mode, logits: Float[Array, "B V"], ids: Array, token_B: Array) -> Float[Array, " B"]:

@@ -27,7 +27,7 @@ from spd_jax.parallel.stack import PipelineParams, Program
 
 
 class FaultError(ArithmeticError):
-    """A rank produced a number that is not finite; names rank, stage and layers."""
+    """A rank produced a number that is not finite; names the rank and its stage and layers, its draft or its heads."""
 
 
 class PipelineDecoder:
@@ -107,10 +107,10 @@ class PipelineDecoder:
         forced = batch.forced(bucket(int((batch.lengths + batch.limits).max())))
         request = Request(
             batch.options.sampling.numbers(),
-            jnp.asarray(batch.eos_ids or (-1,), jnp.int32),
+            jnp.asarray(batch.eos_ids),
             None if forced is None else jnp.asarray(forced),
         )
-        return jax.device_put((request, jnp.asarray(batch.banned_ids or (-1,), jnp.int32)), replicated(self.mesh))
+        return jax.device_put((request, jnp.asarray(batch.banned_ids)), replicated(self.mesh))
 
     def prefill(self, batch: Batch, mode: Mode, request: Request, banned: Array) -> tuple[DecodeState, Array, Array]:
         """The state before the first cycle, the first tokens and their log-probabilities."""
@@ -147,11 +147,14 @@ class PipelineDecoder:
         if not fault.any():
             return
         plan = self.program.plan
-        rank = int(np.flatnonzero(fault)[0])
-        stage = plan.stage_of_rank(rank)
-        what = "the speculation module" if stage is None else f"stage {stage}"
-        if stage is not None:
-            layers = plan.layers_of_stage(stage)
-            what += f" (layers {layers.start}..{layers.stop - 1})"
+        stages, drafts, heads = (np.flatnonzero(kind).tolist() for kind in fault.T)
+        if stages:  # the first one: what follows it, and the draft, computed with what it made
+            rank, stage = stages[0], plan.stage_of_rank(stages[0])
+            layers = plan.layers_of_stage(stage or 1)
+            where = f"stage {stage} (layers {layers.start}..{layers.stop - 1}) on rank {rank}"
+        elif drafts:
+            where = f"the speculation module on rank {drafts[0]}"
+        else:
+            where = f"the final norm or the heads on ranks {heads}"
         committed = np.asarray(state.control.committed).tolist()
-        raise FaultError(f"{what} on rank {rank} produced NaN or infinity; verified lengths were {committed}")
+        raise FaultError(f"{where} produced NaN or infinity; verified lengths were {committed}")

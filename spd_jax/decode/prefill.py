@@ -35,11 +35,12 @@ from spd_jax.parallel.vocab import local_embedding
 @struct.dataclass
 class _Carry:
     """`ring` `[B, T, 1 + m, D]`: hidden state and taps from the rank before; `final` `[B, D]`: last stage's output at
-    the last prompt position."""
+    the last prompt position; `finite` `[]`: so is all that this rank's stage has made."""
 
     caches: tuple[AttentionCache, ...]
     ring: Array
     final: Array
+    finite: Array
 
 
 def _attend(cache: AttentionCache, start: Array, batch: int, length: int) -> Attend:
@@ -122,8 +123,10 @@ def prefill_chunks(
     ids_BP: Int[Array, "B P"],
     lengths_B: Int[Array, " B"],
     chunk: int,
-) -> tuple[tuple[AttentionCache, ...], Array]:
-    """Fill the committed caches of all stages and of the draft; returns them and the final hidden state `[B, D]`.
+) -> tuple[tuple[AttentionCache, ...], Array, Array]:
+    """Fill the committed caches of all stages and of the draft.
+
+    Returns them, the final hidden state `[B, D]`, and whether all that this rank's stage made is finite.
 
     Args:
         ids_BP: prompts, padded on the right; P is at least the longest length rounded up to whole chunks, and at most
@@ -159,6 +162,7 @@ def prefill_chunks(
         picked = jnp.take_along_axis(hiddens[-1], jnp.clip(inside, 0, chunk - 1)[:, None, None], axis=1)[:, 0]
         ends_here = stage_valid & (stage_index == plan.num_stages - 1) & (inside >= 0) & (inside < chunk)
         final = jnp.where(ends_here[:, None], picked, carry.final)
+        finite = carry.finite & (jnp.all(jnp.isfinite(hiddens[-1])) | ~stage_valid)
         written = [
             write_chunk(
                 cache,
@@ -168,12 +172,12 @@ def prefill_chunks(
             )
             for slot, cache in enumerate(carry.caches)
         ]
-        return _Carry(tuple(written), ring, final)
+        return _Carry(tuple(written), ring, final, finite)
 
     ring = jnp.zeros((batch, chunk, 1 + anchors, size), dtype)
-    start = _Carry(caches, varying(ring), varying(jnp.zeros((batch, size), dtype)))
+    start = _Carry(caches, varying(ring), varying(jnp.zeros((batch, size), dtype)), varying(jnp.bool_(True)))
     end = jax.lax.fori_loop(0, chunks + plan.num_stages, tick, start)
-    return end.caches, jax.lax.psum(end.final, AXIS)
+    return end.caches, jax.lax.psum(end.final, AXIS), end.finite
 
 
 def _whole_projection(slice_DF: Array, size: int) -> Array:
@@ -199,11 +203,12 @@ def prefill(
     """Prefill, draw the first token, set up the first cycle; returns the state, the token and its log-probability."""
     plan = program.plan
     batch, size, stages, columns = ids_BP.shape[0], program.target.hidden_size, plan.num_stages, plan.num_columns
-    caches, final = prefill_chunks(program, params, caches, ids_BP, lengths_B, chunk)
+    caches, final, finite = prefill_chunks(program, params, caches, ids_BP, lengths_B, chunk)
     dtype = final.dtype
-    token, log_prob = first_token(program, params, mode, request, final, lengths_B, keys_B)
+    token, log_prob, head_fault = first_token(program, params, mode, request, final, lengths_B, keys_B)
     finished = jnp.any(token[:, None] == request.eos, axis=1) | (limit_B <= 1)
-    fault = gather_ranks((~jnp.all(jnp.isfinite(final))).astype(jnp.int32)) != 0
+    stage_fault = gather_ranks((~finite).astype(jnp.int32)) != 0
+    fault = jnp.stack([stage_fault, jnp.zeros_like(stage_fault), head_fault], axis=1)
     here = jnp.arange(columns) == (lengths_B % columns)[:, None]
     alone = jnp.concatenate([lengths_B[:, None], jnp.full((batch, stages - 1), -1, jnp.int32)], axis=1)
     control = Control(

@@ -28,7 +28,8 @@ class Control:
     and whose draft keys are still to be committed, -1 none; `committed`, `drafted` `[B]`: lengths of the target's and
     the draft's committed caches; `newest` `[B]`: youngest position in flight; `token` `[B, C, W]`: tokens of the
     columns; `emitted` `[B]`: generated tokens so far; `active` `[B]`; `limit` `[B]`: tokens to generate; `keys` `[B]`;
-    `cycle` `[]`: cycles done; `fault` `[R]`: a rank produced a number that is not finite.
+    `cycle` `[]`: cycles done; `fault` `[R, 3]`: a number that is not finite came from a rank's stage, from its draft
+    layers, from its share of the heads.
     """
 
     stage_position: Array

@@ -31,12 +31,13 @@ class Verdict:
     """What verification decides for every sequence.
 
     `accept`: the tested draft equals what is emitted; `token`: what is emitted if it was not accepted (or not tested);
-    `draft`: the token proposed for the position after the newest.
+    `draft`: the token proposed for the position after the newest; `fault`: ranks whose scores were not numbers.
     """
 
     accept: Bool[Array, " B"]
     token: Int[Array, " B"]
     draft: Int[Array, " B"]
+    fault: Bool[Array, " R"]
 
 
 def verify_greedy(
@@ -52,7 +53,7 @@ def verify_greedy(
     target, draft = gather(local)
     _, token = best_of_ranks(*target)
     _, proposal = best_of_ranks(*draft)
-    return Verdict(tested_B == token, token, proposal)
+    return Verdict(tested_B == token, token, proposal, not_numbers(target[0], draft[0]))
 
 
 def verify_sampled(
@@ -90,6 +91,12 @@ def verify_sampled(
     _, draft = best_of_ranks(*gathered[2])
     log_p_x, log_q_x = jnp.max(gathered[3], axis=0), jnp.max(gathered[4], axis=0)
     accept = uniform(keys_B, target_position_B, ACCEPT) * jnp.exp(log_q_x) < jnp.exp(log_p_x)
+    fault = not_numbers(gathered[0][0], gathered[2][0])
     # p = q up to rounding leaves no residual to draw from: the draft is then as good as a draw from p.
     accept |= ~jnp.isfinite(top_residual)
-    return Verdict(accept & is_tested_B, jnp.where(is_tested_B, y_residual, y_p), draft)
+    return Verdict(accept & is_tested_B, jnp.where(is_tested_B, y_residual, y_p), draft, fault)
+
+
+def not_numbers(*best_RB: Array) -> Bool[Array, " R"]:
+    """Ranks one of whose best scores is NaN or infinity (a NaN anywhere in a share is its maximum)."""
+    return jnp.any(~(jnp.stack(best_RB) < jnp.inf), axis=(0, 2))

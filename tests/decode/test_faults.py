@@ -1,0 +1,99 @@
+"""A number that is not finite stops decoding with an error that says where it came from."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from spd_jax import struct
+from spd_jax.decode.loop import FaultError, PipelineDecoder
+from spd_jax.decode.options import Options
+from spd_jax.parallel.mesh import sharded
+from spd_jax.parallel.stack import PipelineParams
+from tests.decode.engine import BATCH, OWN, pipeline, random_prompts
+
+PROMPTS = random_prompts(BATCH, seed=1)
+OPTIONS = Options(max_new_tokens=12, forced_drafts=[OWN] * BATCH)
+
+
+def nan_at(array: jax.Array, *index: Any) -> jax.Array:
+    return jax.device_put(array.at[index].set(jnp.nan), array.sharding)
+
+
+def in_slot(decoder: PipelineDecoder, rank: int, slot: int) -> PipelineParams:
+    """Parameters with one NaN in the layer of a slot."""
+    slots = list(decoder.params.slots)
+    leaves, structure = jax.tree.flatten(slots[slot])
+    slots[slot] = jax.tree.unflatten(structure, [nan_at(leaves[0], rank, 0), *leaves[1:]])
+    return struct.replace(decoder.params, slots=tuple(slots))
+
+
+def message(decoder: PipelineDecoder, params: PipelineParams, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(decoder, "params", params)
+    with pytest.raises(FaultError) as caught:
+        decoder.generate(PROMPTS, OPTIONS)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("stage", "layers"), [(1, "0..0"), (2, "1..1"), (3, "2..2")])
+def test_a_nan_in_a_stage_is_named(stage: int, layers: str, monkeypatch: pytest.MonkeyPatch):
+    """The stages after it see NaN too, but it is the first that is named."""
+    decoder = pipeline(3, 3, "separate")
+    text = message(decoder, in_slot(decoder, stage, decoder.program.slots.stage[stage][0]), monkeypatch)
+    assert text.startswith(f"stage {stage} (layers {layers}) on rank {stage} produced NaN or infinity")
+    assert f"verified lengths were {[len(prompt) for prompt in PROMPTS]}" in text
+
+
+def test_a_nan_in_the_draft_layers_is_named(monkeypatch: pytest.MonkeyPatch):
+    decoder = pipeline(3, 3, "separate")
+    text = message(decoder, in_slot(decoder, 0, decoder.program.slots.draft[0][-1]), monkeypatch)
+    assert text.startswith("the speculation module on rank 0 produced NaN")
+
+
+def test_stage_and_draft_beside_each_other_are_told_apart(monkeypatch: pytest.MonkeyPatch):
+    decoder = pipeline(3, 2, "beside")
+    slots = decoder.program.slots
+    text = message(decoder, in_slot(decoder, 0, slots.draft[0][0]), monkeypatch)
+    assert text.startswith("the speculation module on rank 0 produced NaN")
+    text = message(decoder, in_slot(decoder, 0, slots.stage[0][0]), monkeypatch)
+    assert text.startswith("stage 1 (layers 0..0) on rank 0 produced NaN")
+
+
+def head_rows(params: PipelineParams) -> PipelineParams:
+    assert params.head is not None
+    return struct.replace(params, head=nan_at(params.head, 2, 3))
+
+
+def draft_rows(params: PipelineParams) -> PipelineParams:
+    assert params.draft_head is not None
+    return struct.replace(params, draft_head=nan_at(params.draft_head, 1, 3))
+
+
+def final_norm(params: PipelineParams) -> PipelineParams:
+    return struct.replace(params, final_norm=nan_at(params.final_norm, 0))
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks"), [(head_rows, [2]), (draft_rows, [1]), (final_norm, [0, 1, 2, 3])], ids=lambda value: str(value)
+)
+def test_a_nan_in_the_heads_is_named(
+    change: Callable[[PipelineParams], PipelineParams], ranks: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    decoder = pipeline(3, 3, "separate")
+    text = message(decoder, change(decoder.params), monkeypatch)
+    assert text.startswith(f"the final norm or the heads on ranks {ranks} produced NaN")
+
+
+def test_a_nan_that_only_a_later_token_meets_is_found(monkeypatch: pytest.MonkeyPatch):
+    """Prefill passes; the embedding of a generated token is the fault. Tokens before it have been streamed."""
+    decoder = pipeline(3, 3, "separate")
+    texts = [result.ids for result in decoder.generate(PROMPTS, OPTIONS).results]
+    seen = {token for prompt in PROMPTS for token in prompt} | {text[0] for text in texts} | {0}
+    token = next(token for token in texts[0][4:] if token not in seen)
+    ranks = decoder.program.plan.num_ranks
+    embedding = nan_at(decoder.params.embedding, token % ranks, token // ranks)
+    text = message(decoder, struct.replace(decoder.params, embedding=embedding), monkeypatch)
+    assert text.startswith("stage 1 (layers 0..0) on rank 1 produced NaN")
+    assert decoder.params.embedding.sharding == sharded(decoder.mesh)
