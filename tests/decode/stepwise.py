@@ -1,7 +1,7 @@
 """A test program that runs the library's own cycle step by step and also returns what both heads saw.
 
 The decoder's programs return tokens only; here each cycle is `cycle` itself, and the logits are `both_logits` of the
-same state. Everything between prefill and log is the decoder's.
+same state. Everything between prefill and log is the decoder's. States are not donated, so that they can be compared.
 """
 
 import dataclasses
@@ -9,80 +9,105 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from spd_jax.decode.batch import make_batch
+from spd_jax.decode.batch import Batch, make_batch
 from spd_jax.decode.compute import compute
 from spd_jax.decode.cycle import _exchange, cycle
-from spd_jax.decode.heads import Mode, both_logits
+from spd_jax.decode.heads import Mode, Request, both_logits
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Options, SequenceResult
 from spd_jax.decode.programs import REPLICATED, global_state, local_params, local_state, params_spec, state_spec
-from spd_jax.decode.state import DecodeState, Log
+from spd_jax.decode.sampling import Sampling
+from spd_jax.decode.state import DecodeState, empty_log
 from spd_jax.parallel.mesh import gather_ranks
 
 
 @dataclasses.dataclass
-class Steps:
-    """Results as the decoder reports them, logits of every cycle `[K, B, ...]`, and the state after the last one."""
+class Run:
+    """A generation in the middle: its results so far, its state, and the draft logits `[K, B, Vd]` of all cycles."""
 
-    results: list[SequenceResult]
-    log: Log
-    target_logits: np.ndarray
-    draft_logits: np.ndarray
+    batch: Batch
+    request: Request
     state: DecodeState
+    draft_logits: np.ndarray
+    cycles: int = 0
+
+    @property
+    def results(self) -> list[SequenceResult]:
+        return self.batch.results
 
 
 class Stepper:
-    """Runs exactly `cycles` cycles in one compiled program."""
+    """Runs a given number of greedy cycles, at most `most` at a time, in one compiled program."""
 
-    def __init__(self, decoder: PipelineDecoder, cycles: int, mode: Mode):
-        self.decoder, self.cycles, self.mode = decoder, cycles, mode
-        program = decoder.program
+    def __init__(self, decoder: PipelineDecoder, most: int):
+        self.decoder, self.most, self.mode = decoder, most, Mode(Sampling().mode)
+        program, mode = decoder.program, self.mode
 
-        def body(params: Any, request: Any, state: Any) -> Any:
-            params = local_params(params)
+        def body(params: Any, request: Any, state: Any, count: Any) -> Any:
+            params, state = local_params(params), local_state(state)
+            rows, ranks = state.control.active.shape[0], program.plan.num_ranks
+            share = (params.embedding if program.shared_head else params.draft_head).shape[0]
+            outputs = empty_log(most, rows), jnp.zeros((most, ranks, rows, share), jnp.float32)
 
-            def step(state: DecodeState, _: None) -> Any:
+            def step(index: Any, carry: Any) -> Any:
+                state, outputs = carry
                 hiddens, drafted, _, finite = compute(program, params, state)
                 final, drafted, _, _ = _exchange(program, hiddens, drafted, finite)
-                target, draft, _ = both_logits(program, params, final[:, 0], drafted[:, 0])
+                _, draft, _ = both_logits(program, params, final[:, 0], drafted[:, 0])
                 state, log = cycle(program, mode, params, request, state)
-                return state, (log, gather_ranks((target, draft)))
+                return state, jax.tree.map(lambda all, new: all.at[index].set(new), outputs, (log, gather_ranks(draft)))
 
-            state, outputs = jax.lax.scan(step, local_state(state), None, length=cycles)
+            state, outputs = jax.lax.fori_loop(0, count, step, (state, outputs))
             return global_state(state), outputs
 
-        specs = (params_spec(), REPLICATED, state_spec(mode))
+        specs = (params_spec(), REPLICATED, state_spec(mode), REPLICATED)
         mapped = jax.shard_map(body, mesh=decoder.mesh, in_specs=specs, out_specs=(state_spec(mode), REPLICATED))
         self._run = jax.jit(mapped)
 
-    def run(self, prompts: Sequence[list[int]], options: Options) -> Steps:
-        decoder, program = self.decoder, self.decoder.program
-        batch = make_batch(prompts, options, program.target.vocab_size, decoder.max_length)
+    def start(self, prompts: Sequence[list[int]], options: Options) -> Run:
+        """Prefill."""
+        decoder = self.decoder
+        batch = make_batch(prompts, options, decoder.program.target.vocab_size, decoder.max_length)
         request, banned = decoder.request(batch)
         state, token, log_prob = decoder.prefill(batch, self.mode, request, banned)
         batch.first(np.asarray(token), np.asarray(log_prob))
-        state, (log, (target, draft)) = self._run(decoder.params, request, state)
-        batch.extend(0, *map(np.asarray, (log.event, log.token, log.log_prob, log.draft)))
-        every = np.arange(program.target.vocab_size)
-        ids = every if program.draft_all else _draft_ids(decoder)
-        return Steps(batch.results, log, _unshard(target, every), _unshard(draft, ids), state)
+        return Run(batch, request, state, np.zeros((0, batch.size, len(self.draft_ids)), np.float32))
+
+    def advance(self, run: Run, cycles: int) -> None:
+        """Run this many cycles more."""
+        assert cycles <= self.most
+        state, (log, draft) = self._run(self.decoder.params, run.request, run.state, jnp.int32(cycles))
+        log, draft = jax.tree.map(lambda x: np.asarray(x)[:cycles], (log, draft))
+        run.batch.extend(run.cycles, log.event, log.token, log.log_prob, log.draft)
+        run.draft_logits = np.concatenate([run.draft_logits, _unshard(draft, self.draft_ids)])
+        run.state, run.cycles = state, run.cycles + cycles
+        room = state.caches[0].v.shape[-2] - self.decoder.program.plan.num_columns
+        assert int(state.control.committed.max()) < room, "the stepper does not grow caches"
+
+    def run(self, prompts: Sequence[list[int]], options: Options) -> Run:
+        """Prefill and as many cycles as there can be."""
+        run = self.start(prompts, options)
+        self.advance(run, self.most)
+        return run
+
+    @property
+    def draft_ids(self) -> np.ndarray:
+        """Sorted ids of the draft vocabulary, from the shares on the ranks."""
+        if self.decoder.program.draft_all:
+            return np.arange(self.decoder.program.target.vocab_size)
+        shares = np.asarray(self.decoder.params.draft_share)
+        ranks = np.arange(len(shares))[:, None]
+        return np.sort((shares * len(shares) + ranks)[shares >= 0])
 
 
-def _draft_ids(decoder: PipelineDecoder) -> np.ndarray:
-    """Sorted ids of the draft vocabulary, from the shares on the ranks."""
-    shares = np.asarray(decoder.params.draft_share)
-    ranks = np.arange(len(shares))[:, None]
-    return np.sort((shares * len(shares) + ranks)[shares >= 0])
-
-
-def _unshard(logits_KRBV: jax.Array, ids: np.ndarray) -> np.ndarray:
+def _unshard(logits_KRBV: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """`[K, R, B, V/R]` -> `[K, B, V]`: id v is entry (number of smaller ids on its rank) of rank v mod R."""
-    logits = np.asarray(logits_KRBV)
-    ranks = logits.shape[1]
-    whole = np.empty((*logits.shape[::2], len(ids)), np.float32)
+    cycles, ranks, rows, _ = logits_KRBV.shape
+    whole = np.empty((cycles, rows, len(ids)), np.float32)
     for rank in range(ranks):
         mine = np.flatnonzero(ids % ranks == rank)
-        whole[..., mine] = logits[:, rank, :, : len(mine)]
+        whole[..., mine] = logits_KRBV[:, rank, :, : len(mine)]
     return whole

@@ -5,9 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spd_jax.decode.heads import Mode
 from spd_jax.decode.options import Options
-from spd_jax.decode.sampling import Sampling
 from spd_jax.plan import Layout
 from spd_jax.testing.naive import CycleInput, ModuleDraft, NaiveDecoder
 from tests.decode.engine import BATCH, OWN, head_of, pipeline, plan_of, random_prompts, script, target, verdicts
@@ -15,7 +13,6 @@ from tests.decode.stepwise import Stepper
 
 LAYERS, TOKENS = 8, 14
 PROMPTS = random_prompts(BATCH, seed=3)  # of 1, 2, 3 and 4 tokens
-GREEDY = Mode(Sampling().mode)
 
 
 class Forced:
@@ -39,23 +36,23 @@ class Forced:
 def check(num_stages: int, layout: Layout) -> None:
     decoder, plan, model = pipeline(LAYERS, num_stages, layout), plan_of(LAYERS, num_stages, layout), target(LAYERS)
     naive = NaiveDecoder(model, plan, head_of(LAYERS, num_stages, layout), length=4 + TOKENS + num_stages)
-    module, stepper = naive.draft, Stepper(decoder, num_stages * (TOKENS - 1), GREEDY)
+    module, stepper = naive.draft, Stepper(decoder, num_stages * (TOKENS - 1))
     assert isinstance(module, ModuleDraft)
     vocab = model.config.vocab_size
     texts = [r.ids for r in decoder.generate(PROMPTS, options([OWN] * BATCH)).results]
     for bits in ("own", "1101101", "1"):
         forced = [OWN if bits == "own" else script(bits, text) for text in texts]
-        steps = stepper.run(PROMPTS, options(forced))
+        run = stepper.run(PROMPTS, options(forced))
         for row, prompt in enumerate(PROMPTS):
             draft = naive.draft = Forced(module, forced[row], len(prompt), vocab)
             expected = naive.generate(prompt, max_new_tokens=TOKENS)
-            result = steps.results[row]
+            result = run.results[row]
             assert result.ids == list(expected.ids)
             assert verdicts(result) == list(expected.accepted)
             assert [token.cycle for token in result.tokens] == list(expected.verified_in)
             seen = np.stack(draft.seen)
             assert np.abs(seen).max() > 1  # logits that say something
-            difference = np.abs(steps.draft_logits[: expected.cycles, row] - seen)
+            difference = np.abs(run.draft_logits[: expected.cycles, row] - seen)
             # Float32: padded to another length, the naive decoder differs from itself by as much in a few cycles.
             assert np.quantile(difference, 0.98) < 1e-5
             assert difference.max() < 5e-5
