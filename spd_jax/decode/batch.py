@@ -156,6 +156,10 @@ def make_batch(prompts: Sequence[Sequence[int]], options: Options, vocab_size: i
     for name, given in (("sequences", options.sequences), ("forced_drafts", options.forced_drafts)):
         if given is not None and len(given) != len(rows):
             raise BatchError(f"{name} has {len(given)} entries for {len(rows)} prompts")
+    for index, drafts in enumerate(options.forced_drafts or ()):
+        wrong = [token for token in drafts if not -1 <= token < vocab_size]
+        if wrong:
+            raise BatchError(f"forced_drafts of prompt {index} hold id {wrong[0]}, allowed are -1..{vocab_size - 1}")
     room = np.asarray([max_length - len(row) for row in rows], np.int32)
     limits = room if options.max_new_tokens is None else np.minimum(room, options.max_new_tokens)
     batch = Batch(rows, options, limits.astype(np.int32), [SequenceResult(row) for row in rows], limits > 0)

@@ -28,7 +28,7 @@ from spd_jax.testing.weights import RandomWeights
 from spd_jax.weights.load import load_decoder
 
 BATCH, CHUNK, CYCLES = 4, 4, 8  # of every shared decoder
-MAX_LENGTH = 64
+MAX_LENGTH = 1024
 VOCAB = 61  # a prime: no number of ranks divides it
 LAYER = LayerConfig(16, 24, 4, 2, 4, 1e-5)
 # Weights whose greedy text keeps changing, by number of layers (the tests of the text check it).
