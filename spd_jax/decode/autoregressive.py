@@ -179,14 +179,16 @@ class _Programs:
         return token, (at - log_normaliser(logits))[:, 0]
 
     def rows(
-        self, model: Decoder, ids_BT: Array, start: Array, k: tuple[Array, ...], v: tuple[Array, ...]
-    ) -> tuple[Array, list[tuple[Array, Array]]]:
-        """Hidden states of new rows at positions start.. and their keys and values in cache layout."""
+        self, model: Decoder, ids_BT: Array, start: Array, k: tuple[Array, ...], v: tuple[Array, ...], running: Array
+    ) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
+        """Hidden states of new rows at positions start.., and the caches with their keys and values.
+
+        `running` is true whenever this is called. That XLA cannot know it puts all reading of the caches into a branch
+        and the writing behind it; side by side in one computation, every cache would be copied twice a token.
+        """
         batch, length = ids_BT.shape
         positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)
-        rope = rope_table(model.config.rope, model.config.layer.head_dim, positions)
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (batch, length, length))
-
         block = PREFILL_BLOCK if length > 1 else None
 
         def attend(layer: int) -> Attend:
@@ -197,9 +199,21 @@ class _Programs:
 
             return over
 
-        x_BTD = model.embedding[...][ids_BT]
-        hiddens, kept = run_layers(model.layers, x_BTD, rope, [attend(i) for i in range(len(model.layers))])
-        return hiddens[-1], kept
+        def compute() -> tuple[Array, list[tuple[Array, Array]]]:
+            rope = rope_table(model.config.rope, model.config.layer.head_dim, positions)
+            x_BTD = model.embedding[...][ids_BT]
+            hiddens, kept = run_layers(model.layers, x_BTD, rope, [attend(i) for i in range(len(model.layers))])
+            return hiddens[-1], kept
+
+        def nothing() -> tuple[Array, list[tuple[Array, Array]]]:
+            return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(compute))
+
+        hidden, kept = jax.lax.cond(running, compute, nothing)
+        written = [
+            _write_rows(old_k, old_v, new_k, new_v, start)
+            for old_k, old_v, (new_k, new_v) in zip(k, v, kept, strict=True)
+        ]
+        return hidden, tuple(layer_k for layer_k, _ in written), tuple(layer_v for _, layer_v in written)
 
     def prefill(
         self,
@@ -217,52 +231,36 @@ class _Programs:
         size = model.config.hidden_size
 
         def body(index: Array, carry: Any) -> Any:
-            caches, final = carry
+            k, v, final = carry
             start = index * self.chunk
             piece = jax.lax.dynamic_slice_in_dim(ids, start, self.chunk, axis=1)
-            hidden, kept = self.rows(
-                model, piece, jnp.full((batch,), 1, jnp.int32) * start, caches[:half], caches[half:]
-            )
-            keys = [
-                jax.lax.dynamic_update_slice(c, k, (0, 0, 0, start)) for c, (k, _) in zip(caches, kept, strict=False)
-            ]
-            values = [
-                jax.lax.dynamic_update_slice(c, v, (0, 0, start, 0))
-                for c, (_, v) in zip(caches[half:], kept, strict=True)
-            ]
-            caches = (*keys, *values)
+            hidden, k, v = self.rows(model, piece, jnp.full((batch,), 1, jnp.int32) * start, k, v, index < count)
             inside = lengths - 1 - start
             picked = jnp.take_along_axis(hidden, jnp.clip(inside, 0, self.chunk - 1)[:, None, None], axis=1)[:, 0]
-            return caches, jnp.where(((inside >= 0) & (inside < self.chunk))[:, None], picked, final)
+            return k, v, jnp.where(((inside >= 0) & (inside < self.chunk))[:, None], picked, final)
 
         count = (jnp.max(lengths) + self.chunk - 1) // self.chunk
         final = jnp.zeros((batch, size), model.embedding[...].dtype)
-        caches, final = jax.lax.fori_loop(0, count, body, (caches, final))
+        k, v, final = jax.lax.fori_loop(0, count, body, (caches[:half], caches[half:], final))
         keys = row_keys(seeds)
         token, log_prob = self.choose(model.logits(final), request, lengths, keys)
         ended = jnp.any(token[:, None] == request.eos, axis=1) | (limit <= 1)
         emitted = jnp.ones((batch,), jnp.int32)
-        state = StepState(caches[:half], caches[half:], token, lengths, ~ended, emitted, limit, keys)
+        state = StepState(k, v, token, lengths, ~ended, emitted, limit, keys)
         return state, token, log_prob
 
     def step(self, model: Decoder, request: StepRequest, state: StepState) -> tuple[StepState, Any]:
         """One token for every active sequence."""
-        hidden, kept = self.rows(model, state.token[:, None], state.position, state.k, state.v)
+        running = jnp.any(state.active)
+        hidden, k, v = self.rows(model, state.token[:, None], state.position, state.k, state.v, running)
         token, log_prob = self.choose(model.logits(hidden[:, 0]), request, state.position + 1, state.keys)
         emitted = state.emitted + state.active.astype(jnp.int32)
         ended = jnp.any(token[:, None] == request.eos, axis=1) | (emitted >= state.limit)
-
-        def write(cache: Array, row: Array, is_key: bool) -> Array:
-            for b in range(cache.shape[0]):
-                at = (0, state.position[b]) if is_key else (state.position[b], 0)
-                cache = jax.lax.dynamic_update_slice(cache, row[b : b + 1], (b, 0, *at))
-            return cache
-
         event = jnp.where(state.active, UNDRAFTED, IDLE).astype(jnp.int32)
         log = (event, jnp.where(state.active, token, -1), log_prob)
         new = StepState(
-            k=tuple(write(cache, row, True) for cache, (row, _) in zip(state.k, kept, strict=True)),
-            v=tuple(write(cache, row, False) for cache, (_, row) in zip(state.v, kept, strict=True)),
+            k=k,
+            v=v,
             token=jnp.where(state.active, token, state.token),
             position=state.position + state.active.astype(jnp.int32),
             active=state.active & ~ended,
@@ -290,6 +288,14 @@ class _Programs:
 
         _, state, log = jax.lax.while_loop(more, body, (jnp.int32(0), state, log))
         return state, log
+
+
+def _write_rows(k: Array, v: Array, new_k: Array, new_v: Array, start_B: Array) -> tuple[Array, Array]:
+    """Put rows (keys `[B, K, H, T]`, values `[B, K, T, H]`) at each sequence's start."""
+    for b in range(k.shape[0]):  # unrolled: a batched update would become a scatter
+        k = jax.lax.dynamic_update_slice(k, new_k[b : b + 1], (b, 0, 0, start_B[b]))
+        v = jax.lax.dynamic_update_slice(v, new_v[b : b + 1], (b, 0, start_B[b], 0))
+    return k, v
 
 
 def _grow(state: StepState, capacity: int) -> StepState:
