@@ -18,7 +18,17 @@ from flax import nnx
 from spd_jax.decode.batch import bucket
 from spd_jax.models.decoder import Decoder
 
-NEAR_TIE_MARGIN = {"float32": 1e-4, "bfloat16": 1e-2}
+FLOAT32_MARGIN, BFLOAT16_MARGIN, BFLOAT16_STEP = 1e-4, 1e-2, 2.0**-8
+
+
+def near_tie_margin(dtype: str, largest: float) -> float:
+    """How close two logits must be for rounding to decide between them.
+
+    In bfloat16 at least one step of the number format at the size of the largest logit: on a trained toy model with
+    logits of 6, bfloat16 moves them by 0.02 to 0.04.
+    """
+    return FLOAT32_MARGIN if dtype == "float32" else max(BFLOAT16_MARGIN, BFLOAT16_STEP * largest)
+
 
 Logits = Callable[[Sequence[int]], np.ndarray]
 """Ids of a text -> the target's logits `[V]` for the next token."""
@@ -29,12 +39,14 @@ class Comparison:
     """How two decodings compare.
 
     `index` is the first generated token that differs (None: the ids are equal), `margin` how far the lower of the two
-    tokens' logits lies below the target's best one there (None: one text ended where the other went on).
+    tokens' logits lies below the target's best one there (None: one text ended where the other went on), `limit` below
+    which margin that is a near-tie.
     """
 
     index: int | None = None
     margin: float | None = None
     near_tie: bool = False
+    limit: float = FLOAT32_MARGIN
 
     @property
     def equal(self) -> bool:
@@ -59,7 +71,8 @@ def compare_ids(
     index = parted[0]
     row = np.asarray(logits([*prompt, *ids[:index]]), np.float64)
     margin = float(row.max() - min(row[ids[index]], row[reference[index]]))
-    return Comparison(index, margin, margin < NEAR_TIE_MARGIN[dtype])
+    limit = near_tie_margin(dtype, float(np.abs(row[np.isfinite(row)]).max(initial=0.0)))
+    return Comparison(index, margin, margin < limit, limit)
 
 
 def teacher_forced_logits(model: Decoder, allowed: np.ndarray) -> Logits:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from spd_jax.decode.options import Generation, SequenceResult
-from spd_jax.evaluation.compare import NEAR_TIE_MARGIN, Comparison
+from spd_jax.evaluation.compare import Comparison
 from spd_jax.evaluation.metrics import acceptance_rate, acceptance_rates, alpha, equivalent_accept_length
 
 
@@ -211,13 +211,13 @@ class Report:
 
 
 def _difference(comparison: Comparison, dtype: str) -> str:
-    index, margin, limit = comparison.index, comparison.margin, NEAR_TIE_MARGIN[dtype]
+    index, margin, limit = comparison.index, comparison.margin, comparison.limit
     if margin is None:
         return f"one text ends before token {(index or 0) + 1}, where the other goes on: this is an error"
     at = f"the ids part at token {(index or 0) + 1}, where the lower of the two logits is {margin:.1e} below the best"
     if comparison.near_tie:
-        return f"near-tie: {at} (under {limit:g} in {dtype}: rounding decides, either is right)"
-    return f"{at} (not under {limit:g} in {dtype}): this is an error"
+        return f"near-tie: {at} (under {limit:.2g} in {dtype}: rounding decides, either is right)"
+    return f"{at} (not under {limit:.2g} in {dtype}): this is an error"
 
 
 def _times(batches: Sequence[tuple[float, float]], results: Sequence[SequenceResult]) -> dict[str, float]:

@@ -11,6 +11,8 @@ time of the attention at 256 and 1,024 positions).
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -45,14 +47,15 @@ def attend_prefix_and_rows(
     q_BKMH = jnp.transpose(q_BTKGH, (0, 2, 3, 1, 4)).reshape(batch, heads, group * length, size)
     row_mask = jnp.broadcast_to(rows_mask_BTC[:, None], (batch, group, *rows_mask_BTC.shape[1:]))
     row_mask = row_mask.reshape(batch, 1, group * length, -1)
-    part = _fold(q_BKMH, None, rows_k_BKHC, rows_v_BKCH, row_mask)
-    if prefix_k_BKHS is not None and prefix_v_BKSH is not None and prefix_length_B is not None:
-        capacity = prefix_k_BKHS.shape[3]
-        if block is None or block >= capacity:
-            visible = jnp.arange(capacity) < prefix_length_B[:, None]
-            part = _fold(q_BKMH, part, prefix_k_BKHS, prefix_v_BKSH, visible[:, None, None])
-        else:
-            part = _fold_blocks(q_BKMH, part, prefix_k_BKHS, prefix_v_BKSH, prefix_length_B, block)
+    found = [(_scores(q_BKMH, rows_k_BKHC, row_mask), rows_v_BKCH)]
+    if prefix_k_BKHS is None or prefix_v_BKSH is None or prefix_length_B is None:
+        part = _fold(None, found)
+    elif block is None or block >= prefix_k_BKHS.shape[3]:
+        visible = jnp.arange(prefix_k_BKHS.shape[3]) < prefix_length_B[:, None]
+        # One maximum for both: how keys are divided into prefix and rows then changes no weight, not even in bfloat16.
+        part = _fold(None, [*found, (_scores(q_BKMH, prefix_k_BKHS, visible[:, None, None]), prefix_v_BKSH)])
+    else:
+        part = _fold_blocks(q_BKMH, _fold(None, found), prefix_k_BKHS, prefix_v_BKSH, prefix_length_B, block)
     _, total, mixed = part
     mixed = (mixed / total).reshape(batch, heads, group, length, size)
     return jnp.transpose(mixed, (0, 3, 1, 2, 4)).astype(q_BTKGH.dtype)
@@ -62,17 +65,25 @@ _Part = tuple[Array, Array, Array]
 """Softmax so far: largest score `[B, K, M, 1]`, sum of exponentials `[B, K, M, 1]`, weighted values `[B, K, M, H]`."""
 
 
-def _fold(q_BKMH: Array, part: _Part | None, k_BKHS: Array, v_BKSH: Array, mask: Array) -> _Part:
-    """Take more keys into a softmax (float32)."""
+def _scores(q_BKMH: Array, k_BKHS: Array, mask: Array) -> Array:
+    """Scaled scores in float32, `NEGATIVE` where masked."""
     scale = jnp.float32(q_BKMH.shape[-1] ** -0.5)
     scores = jnp.einsum("bkmh,bkhs->bkms", q_BKMH, k_BKHS, preferred_element_type=jnp.float32) * scale
-    scores = jnp.where(mask, scores, NEGATIVE)
-    largest = jnp.max(scores, axis=-1, keepdims=True)
+    return jnp.where(mask, scores, NEGATIVE)
+
+
+def _fold(part: _Part | None, found: list[tuple[Array, Array]]) -> _Part:
+    """Take more keys, given as scores and values, into a softmax."""
+    largest = functools.reduce(jnp.maximum, [jnp.max(scores, axis=-1, keepdims=True) for scores, _ in found])
     if part is not None:
         largest = jnp.maximum(largest, part[0])
-    weights = jnp.exp(scores - largest)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    mixed = jnp.einsum("bkms,bksh->bkmh", weights.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32)
+    total = mixed = jnp.float32(0.0)
+    for scores, v_BKSH in found:
+        weights = jnp.exp(scores - largest)
+        total = total + jnp.sum(weights, axis=-1, keepdims=True)
+        mixed = mixed + jnp.einsum(
+            "bkms,bksh->bkmh", weights.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32
+        )
     if part is None:
         return largest, total, mixed
     shrink = jnp.exp(part[0] - largest)
@@ -89,6 +100,6 @@ def _fold_blocks(q_BKMH: Array, part: _Part, k_BKHS: Array, v_BKSH: Array, lengt
         keys = jax.lax.dynamic_slice_in_dim(k_BKHS, start, block, axis=3)
         values = jax.lax.dynamic_slice_in_dim(v_BKSH, start, block, axis=2)
         visible = start + jnp.arange(block, dtype=jnp.int32) < length_B[:, None]
-        return _fold(q_BKMH, part, keys, values, visible[:, None, None])
+        return _fold(part, [(_scores(q_BKMH, keys, visible[:, None, None]), values)])
 
     return jax.lax.fori_loop(0, (jnp.max(length_B) + block - 1) // block, body, part)

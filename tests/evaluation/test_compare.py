@@ -55,3 +55,17 @@ def test_teacher_forced_logits_are_the_models_own():
     expected = np.asarray(jax.jit(lambda ids: target(ids))(np.asarray([ids])))[0, -1]
     assert row[7] == -np.inf
     np.testing.assert_allclose(row[allowed], expected[allowed], atol=2e-5)
+
+
+def test_in_bfloat16_a_near_tie_grows_with_the_logits() -> None:
+    """G01: one step of the number format at the size of the largest logit, at least 1e-2."""
+
+    def logits_of(best: float):
+        return lambda ids: np.array([best, best - 0.02, -best])
+
+    small = compare_ids([1], [0], [1], logits_of(2.0), "bfloat16")
+    large = compare_ids([1], [0], [1], logits_of(6.0), "bfloat16")
+    assert (small.near_tie, small.limit) == (False, 1e-2)
+    assert large.near_tie
+    assert large.limit == pytest.approx(6.0 / 256)
+    assert not compare_ids([1], [0], [1], logits_of(6.0), "float32").near_tie
