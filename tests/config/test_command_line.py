@@ -42,6 +42,18 @@ def test_an_unknown_key_is_named(tmp_path: Path):
         parse("--stagess", "8")
 
 
+def test_a_penalty_that_is_not_supported_is_refused_not_ignored():
+    """H14: drafts that are later rejected would have to leave a penalty's counts alone; there is no such option yet."""
+    with pytest.raises(UsageError, match="--repetition_penalty"):
+        parse("--repetition_penalty", "1.5")
+
+
+def test_processes_need_a_coordinator():
+    with pytest.raises(UsageError, match="coordinator"):
+        parse("--num_processes", "2")
+    assert parse("--coordinator", "host:1", "--num_processes", "2", "--process_id", "1").process_id == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
