@@ -49,7 +49,7 @@ def test_a_penalty_that_is_not_supported_is_refused_not_ignored():
 
 
 def test_processes_need_a_coordinator():
-    with pytest.raises(UsageError, match="coordinator"):
+    with pytest.raises(ValueError, match="coordinator"):
         parse("--num_processes", "2")
     assert parse("--coordinator", "host:1", "--num_processes", "2", "--process_id", "1").process_id == 1
 
