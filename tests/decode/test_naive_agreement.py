@@ -1,14 +1,31 @@
 """The engine and the naive decoder agree on every token, every verdict, every cycle and every draft logit."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Options
-from spd_jax.plan import Layout
+from spd_jax.plan import Layout, StagePlan
+from spd_jax.speculation.module import SpeculationModule
 from spd_jax.testing.naive import CycleInput, ModuleDraft, NaiveDecoder
-from tests.decode.engine import BATCH, OWN, head_of, pipeline, plan_of, random_prompts, script, target, verdicts
+from tests.decode.engine import (
+    BATCH,
+    LAYER,
+    OWN,
+    autoregressive,
+    head_of,
+    make_pipeline,
+    pipeline,
+    random_head,
+    random_prompts,
+    script,
+    target,
+    verdicts,
+    weights,
+)
 from tests.decode.stepwise import Stepper
 
 LAYERS, TOKENS = 8, 14
@@ -33,13 +50,14 @@ class Forced:
         return np.where(self.token_ids == token, np.float32(0), np.float32(-1e9))
 
 
-def check(num_stages: int, layout: Layout) -> None:
-    decoder, plan, model = pipeline(LAYERS, num_stages, layout), plan_of(LAYERS, num_stages, layout), target(LAYERS)
-    naive = NaiveDecoder(model, plan, head_of(LAYERS, num_stages, layout), length=4 + TOKENS + num_stages)
+def check(decoder: PipelineDecoder, head: SpeculationModule) -> None:
+    plan, num_layers = decoder.program.plan, decoder.program.plan.num_layers
+    num_stages, model = plan.num_stages, target(num_layers)
+    naive = NaiveDecoder(model, plan, head, length=4 + TOKENS + num_stages)
     module, stepper = naive.draft, Stepper(decoder, num_stages * (TOKENS - 1))
     assert isinstance(module, ModuleDraft)
     vocab = model.config.vocab_size
-    texts = [r.ids for r in decoder.generate(PROMPTS, options([OWN] * BATCH)).results]
+    texts = [r.ids for r in autoregressive(num_layers).generate(PROMPTS, options([OWN] * BATCH)).results]
     for bits in ("own", "1101101", "1"):
         forced = [OWN if bits == "own" else script(bits, text) for text in texts]
         run = stepper.run(PROMPTS, options(forced))
@@ -69,4 +87,25 @@ PLANS += [pytest.param(8, layout, marks=pytest.mark.slow) for layout in ("separa
 
 @pytest.mark.parametrize(("num_stages", "layout"), PLANS)
 def test_every_draft_logit_is_the_naive_decoders(num_stages: int, layout: Layout):
-    check(num_stages, layout)
+    check(pipeline(8, num_stages, layout), head_of(8, num_stages, layout))
+
+
+SUBSET = (0, 3, 4, 9, 17, 18, 30, 31, 44, 58, 60)
+HEADS: dict[str, tuple[StagePlan, dict[str, Any]]] = {
+    "the target's rows": (StagePlan((1, 1, 1), 2, "beside", (0, 1, 3)), {"lm_head": "target"}),
+    "one anchor": (StagePlan((2, 1), 1, "separate", (0,)), {"draft_ids": SUBSET}),
+    "the last layer": (StagePlan((1, 4, 3), 1, "separate", (0, 2, 8)), {"draft_ids": SUBSET, "lm_head": "target"}),
+    "inside stages": (StagePlan((5, 3), 3, "beside", (0, 1, 4, 5, 7)), {}),
+    "its own layers": (StagePlan((2, 2, 4), 2, "beside", (0, 2, 4, 7)), {"layer": replace(LAYER, qk_norm=True)}),
+    "types skipped": (StagePlan((4, 4), 1, "separate", (0, 1, 2, 3, 8)), {}),
+}
+GATE = ("the target's rows", "one anchor")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in GATE else pytest.mark.slow) for n in HEADS])
+def test_every_kind_of_head_is_read_as_the_naive_decoder_reads_it(name: str):
+    """Heads without rows, anchors inside stages and after the last layer, types that no depth has, uneven stages."""
+    plan, changes = HEADS[name]
+    source = weights(plan.num_layers)
+    head = random_head(source.config, plan, **changes)
+    check(make_pipeline(source, head, plan), head)

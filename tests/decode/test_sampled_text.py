@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -46,24 +47,26 @@ def enumerated_logits() -> np.ndarray:
     return np.asarray(load_decoder(weights(), jnp.float32)(jnp.asarray(ids)))[:, len(PROMPT) - 1 :]
 
 
-def exact(sampling: Sampling) -> np.ndarray:
+def exact(sampling: Sampling, forbidden: tuple[int, ...] = ()) -> np.ndarray:
     """`[V] * COUNT`: the probability of every text under the target."""
     filters = Filters(sampling.temperature, sampling.top_k or None, sampling.top_p)
     p = np.ones(VOCAB**COUNT)
     for t in range(COUNT):
         step = VOCAB ** (COUNT - t)  # texts with the same first t tokens lie together
         for start in range(0, len(p), step):
-            shares = probabilities(enumerated_logits()[start, t], filters)
+            logits = enumerated_logits()[start, t].copy()
+            logits[list(forbidden)] = -np.inf
+            shares = probabilities(logits, filters)
             p[start : start + step] *= np.repeat(shares, step // VOCAB)
     return p.reshape((VOCAB,) * COUNT)
 
 
-def sample(decoder: PipelineDecoder, sampling: Sampling, repeats: int, seed: int = 0) -> tuple[np.ndarray, float]:
+def sample(decoder: Any, sampling: Sampling, repeats: int, seed: int = 0, **more: Any) -> tuple[np.ndarray, float]:
     """`[samples, COUNT]` texts, and the share of tested drafts that were rejected."""
     texts, rejected, tested = [], 0, 0
     for repeat in range(repeats):
         numbers = tuple(range(repeat * ROWS, (repeat + 1) * ROWS))
-        options = Options(max_new_tokens=COUNT, sampling=sampling, seed=seed, sequences=numbers)
+        options = Options(max_new_tokens=COUNT, sampling=sampling, seed=seed, sequences=numbers, **more)
         for result in decoder.generate([PROMPT] * ROWS, options).results:
             texts.append(result.ids)
             rejected += result.rejected
@@ -94,7 +97,9 @@ MODES = {"warm": Sampling(1.0), "cool": Sampling(0.7), "top-p": Sampling(0.5, 0,
 SMALL = (0, 2, 3, 5)  # a draft vocabulary smaller than the target's
 
 
-@pytest.mark.parametrize("name", ["warm", "cool", pytest.param("top-p", marks=pytest.mark.slow), "both"])
+@pytest.mark.parametrize(
+    "name", ["warm", "both", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cool", "top-p"))]
+)
 def test_sampled_texts_have_the_targets_distribution(name: str):
     """Also H06: the same filters for target and draft."""
     p = exact(MODES[name])
@@ -114,6 +119,16 @@ def test_sampled_texts_have_the_targets_distribution_with_any_plan(num_stages: i
     texts, rejected = sample(decoder(num_stages, layout), MODES[name], repeats=640, seed=5)
     assert 0.1 < rejected < 0.9
     assert_drawn_from(texts, exact(MODES[name]))
+
+
+def test_ids_that_must_not_occur_leave_the_others_their_proportions():
+    """I06, C08 when sampling: forbidden ids are masked in the target and in the head before anything is drawn."""
+    texts, rejected = sample(
+        decoder(3, "separate", SMALL), MODES["warm"], repeats=160, seed=9, eos_ids=(2, 6), ignore_eos=True
+    )
+    assert 0.1 < rejected < 0.9
+    assert not np.isin(texts, (2, 6)).any()
+    assert_drawn_from(texts, exact(MODES["warm"], (2, 6)))
 
 
 def test_one_stage_draws_what_autoregressive_decoding_draws():
