@@ -236,3 +236,33 @@ def make_plan(
         )
     plan = StagePlan(tuple(stage_layers), num_draft_layers, layout, anchors=(0,))
     return dataclasses.replace(plan, anchors=default_anchors(plan.boundaries) if anchors is None else tuple(anchors))
+
+
+def balanced_plan(
+    layer_costs: Sequence[float],
+    num_stages: int,
+    *,
+    num_draft_layers: int,
+    draft_layer_cost: float,
+    head_cost: float = 0.0,
+    layout: Layout = "separate",
+    anchors: Sequence[int] | None = None,
+) -> StagePlan:
+    """A plan whose slowest stage rank is as fast as it can be, by cost of each layer.
+
+    Args:
+        layer_costs: time of each target layer, any unit; the other costs are in the same.
+        draft_layer_cost: of one draft layer; they count on the first stage's rank in layout `beside`.
+        head_cost: of both heads on one device; they are sharded, so every rank carries its share.
+
+    Raises:
+        ValueError: as `make_plan` and `balanced_stages`.
+    """
+    num_ranks = num_stages + (layout == "separate")
+    overheads = [head_cost / max(num_ranks, 1)] * num_stages
+    if layout == "beside" and overheads:
+        overheads[0] += num_draft_layers * draft_layer_cost
+    stage_layers = balanced_stages(layer_costs, num_stages, overheads)
+    return make_plan(
+        len(layer_costs), num_draft_layers=num_draft_layers, layout=layout, stage_layers=stage_layers, anchors=anchors
+    )

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spd_jax.plan import StagePlan, balanced_stages, default_anchors, even_stages, make_plan
+from spd_jax.plan import (
+    Layout,
+    StagePlan,
+    balanced_plan,
+    balanced_stages,
+    default_anchors,
+    even_stages,
+    make_plan,
+)
 
 LAYOUTS = ("separate", "beside")
 PLAN = StagePlan((3, 2, 2, 1), 2, "separate", (0, 3, 7))
@@ -304,3 +312,19 @@ def test_balance_leaves_room_for_what_else_a_rank_does():
 def test_costs_that_cannot_be_are_refused(costs: Any, num_stages: int, overheads: Any, message: str):
     with pytest.raises(ValueError, match=message):
         balanced_stages(costs, num_stages, overheads)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_a_balanced_plan_has_the_fastest_slowest_rank(layout: Layout, num_stages: int) -> None:
+    costs, draft, heads = [3.0, 1.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0], 1.5, 2.0
+    plan = balanced_plan(costs, num_stages, num_draft_layers=2, draft_layer_cost=draft, head_cost=heads, layout=layout)
+
+    def slowest(sizes: tuple[int, ...]) -> float:
+        ends = list(itertools.accumulate(sizes))
+        ranks = [sum(costs[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+        ranks[0] += 2 * draft if layout == "beside" else 0.0
+        return max(ranks) + heads / plan.num_ranks
+
+    assert slowest(plan.stage_layers) == min(map(slowest, compositions(8, num_stages)))
+    assert (plan.layout, plan.num_draft_layers, plan.num_layers) == (layout, 2, 8)
