@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jsonargparse import auto_cli
 from pieces import collectives_alone, draft_alone, heads_alone
 from timing import Timed, interleave, median, ratio
@@ -34,6 +35,7 @@ from spd_jax.decode.options import Options
 from spd_jax.decode.programs import grow_state
 from spd_jax.models.decoder import Decoder
 from spd_jax.parallel.mesh import simulate_devices
+from spd_jax.speculation.module import SpeculationModule
 
 CONTEXT, CYCLES = 64, 16
 
@@ -145,17 +147,27 @@ def transformers_generate(path: Path, base: Baseline) -> Timed | None:
     return Timed("transformers generate, a token", run, CYCLES + 1)
 
 
-def memory(decoder: PipelineDecoder) -> dict[str, float]:
-    """MiB of parameters a rank, in all and of the share that holds no layer."""
-    leaves = jax.tree.leaves(decoder.params)
-    each = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves) / 2**20
-    return {"parameters_mib_a_rank": round(each, 1), "padding_share": round(decoder.program.slots.padding_share(), 3)}
+def mebibytes(tree: Any) -> float:
+    """MiB of the arrays of a tree (of one rank's share where they are sharded)."""
+    return round(sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree)) / 2**20, 1)
+
+
+def memory(decoder: PipelineDecoder, head: SpeculationModule, base: Baseline, state: Any) -> dict[str, float]:
+    """MiB that a step of each kind reads, and that a rank holds; the share of its slots that hold no layer."""
+    rows = base.model.embedding if base.model.head is None else base.model.head
+    return {
+        "autoregressive step, mib read": mebibytes(base.decoder.weights),
+        "draft alone, mib read": mebibytes((nnx.state(head), rows[...])),
+        "parameters, mib a rank": mebibytes(decoder.params),
+        "caches of 512 positions, mib a rank": mebibytes(state.caches),
+        "padding_share": round(decoder.program.slots.padding_share(), 3),
+    }
 
 
 def measure(engine: Engine, base: Baseline, rounds: int) -> dict[str, Any]:
     """Everything about one plan."""
     start = time.perf_counter()
-    decoder = engine.pipeline()
+    decoder, head = engine.pipeline(), engine.head()
     loaded = time.perf_counter()
     program, plan = decoder.program, engine.plan
     cycle = pipelined("cycle", decoder, base, 512)
@@ -165,7 +177,7 @@ def measure(engine: Engine, base: Baseline, rounds: int) -> dict[str, Any]:
     things = [
         autoregressive(base, 512),
         cycle,
-        Timed("draft alone", draft_alone(engine.head(), head_rows, norm, plan, CONTEXT, 512, CYCLES), CYCLES),
+        Timed("draft alone", draft_alone(head, head_rows, norm, plan, CONTEXT, 512, CYCLES), CYCLES),
         Timed("collectives", collectives_alone(program, decoder.mesh, CYCLES), CYCLES),
         Timed("heads", heads_alone(program, decoder.params, decoder.mesh, CYCLES), CYCLES),
         pipelined("cycle, 4096 allocated at once", decoder, base, 4096),
@@ -183,7 +195,7 @@ def measure(engine: Engine, base: Baseline, rounds: int) -> dict[str, Any]:
         "prefill / one-device prefill": round(ratio(found["prefill"], found["one-device prefill"]), 3),
         "load_seconds": round(loaded - start, 1),
         "compile_seconds": round(compiled - loaded, 1),
-        **memory(decoder),
+        **memory(decoder, head, base, cycle.prepare()[0]),
     }
     return result
 
