@@ -1,7 +1,9 @@
 """Rotary position embeddings (arXiv 2104.09864) in the half-split layout, with the scalings of the field.
 
 Scalings: `linear` (position interpolation, arXiv 2306.15595), `llama3` (Llama 3.1's wavelength-dependent factor) and
-`yarn` (arXiv 2309.00071, attention factor included). Inverse frequencies are host constants in float64, cast at use.
+`yarn` (arXiv 2309.00071, attention factor included). Inverse frequencies are host constants computed in float32, the
+arithmetic that models are trained and published with: an angle grows with the position, and with it the last bit of a
+frequency. (From float64 they differ in that bit, and draft logits of the published fixture by 7e-6 instead of 5e-6.)
 This module knows nothing of layers: a target and its speculation module each make their own table.
 """
 
@@ -67,7 +69,8 @@ def _original_max_position(config: RopeConfig) -> int:
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """Inverse frequencies `[H/2]` (radians a position) and the factor on cosines and sines."""
-    inv_freq = 1.0 / config.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    inv_freq = np.float32(1.0) / np.power(np.float32(config.theta), exponents)
     if config.kind == "default":
         return inv_freq, 1.0
     if config.kind == "linear":

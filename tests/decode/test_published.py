@@ -29,9 +29,9 @@ def test_draft_logits_of_every_cycle_are_the_published_ones(layout: Layout):
         assert verdicts(run.results[row]) == golden["accepted"]
         assert run.results[row].cycles == golden["cycles"]
         difference = np.abs(run.draft_logits[: golden["cycles"], row] - fixture().draft_logits(row))
-        # Logits reach 9.4, where float32 steps by 1e-6: nearly all agree to 5e-6, every one to 1e-5.
-        assert np.quantile(difference, 0.999) < 5e-6
-        assert difference.max() < 1e-5
+        # Logits reach 9.4, where float32 steps by 1e-6.
+        assert np.quantile(difference, 0.999) < 4e-6
+        assert difference.max() < 6e-6
 
 
 def test_the_fewest_and_the_most_cycles():
