@@ -31,7 +31,7 @@ def reference(num_layers: int) -> list[list[int]]:
     return [result.ids for result in results]
 
 
-@pytest.mark.parametrize("num_layers", [8, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_layers", [8, 30])
 def test_reference_text_says_something(num_layers: int):
     texts = reference(num_layers)
     distinct = [len(set(text)) for text in texts]
@@ -58,15 +58,14 @@ def check(num_layers: int, num_stages: int, layout: Layout) -> None:
         assert_cycles_exact(result, num_stages)
 
 
-@pytest.mark.parametrize(("num_stages", "layout"), [(1, "beside"), (2, "beside"), (3, "separate"), (8, "separate")])
+GATE = [(1, "beside"), (2, "beside"), (3, "separate"), (8, "separate")]
+ALL = [(num_stages, layout) for num_stages in (1, 2, 3, 5, 8) for layout in ("separate", "beside")]
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "layout"), [pytest.param(*one, marks=() if one in GATE else pytest.mark.slow) for one in ALL]
+)
 def test_text_and_cycles_are_exact(num_stages: int, layout: Layout):
-    check(8, num_stages, layout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["separate", "beside"])
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 5, 8])
-def test_text_and_cycles_are_exact_with_thirty_layers(num_stages: int, layout: Layout):
     check(30, num_stages, layout)
 
 
@@ -88,7 +87,7 @@ def test_text_and_cycles_are_exact_on_many_ranks(num_stages: int, layout: Layout
 @pytest.mark.parametrize("num_stages", [3, 8])
 def test_oracle_and_anti_take_the_fewest_and_most_cycles(num_stages: int):
     """G03: K = N + n - 2 without rejections. G04: K = n (N - 1) without acceptances."""
-    decoder, texts = pipeline(8, num_stages, "separate"), reference(8)
+    decoder, texts = pipeline(30, num_stages, "separate"), reference(30)
     prompts, count = PROMPTS[:2], 16
     forced = [script("1", texts[0][:count]), script("0", texts[1][:count])] * 2
     options = {"max_new_tokens": count, "forced_drafts": forced}
