@@ -77,7 +77,7 @@ def make_pipeline(source: Any, head: Any, plan: StagePlan, *, stack: dict[str, A
 
 
 @functools.cache
-def head_of(num_layers: int, num_stages: int, layout: Layout = "separate") -> Any:
+def head_of(num_layers: int, num_stages: int, layout: Layout) -> SpeculationModule:
     return random_head(model_config(num_layers), plan_of(num_layers, num_stages, layout))
 
 
@@ -85,9 +85,13 @@ def plan_of(num_layers: int, num_stages: int, layout: Layout = "separate") -> St
     return make_plan(num_layers, num_stages, num_draft_layers=2, layout=layout)
 
 
-@functools.cache
 def pipeline(num_layers: int, num_stages: int, layout: Layout = "separate") -> PipelineDecoder:
     """The shared decoder of a plan."""
+    return _pipeline(num_layers, num_stages, layout)
+
+
+@functools.cache
+def _pipeline(num_layers: int, num_stages: int, layout: Layout) -> PipelineDecoder:
     plan = plan_of(num_layers, num_stages, layout)
     return make_pipeline(weights(num_layers), head_of(num_layers, num_stages, layout), plan)
 

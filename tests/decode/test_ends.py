@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,17 +36,17 @@ SCRIPTS = ["1", "0", "0110", "own"]  # of the rows of a batch of one prompt
 
 
 @functools.cache
-def texts(num_layers: int) -> list[list[int]]:
+def texts() -> list[list[int]]:
     """The target's greedy text for every prompt."""
-    return [r.ids for r in autoregressive(num_layers).generate(PROMPTS, Options(max_new_tokens=COUNT)).results]
+    return [r.ids for r in autoregressive(3).generate(PROMPTS, Options(max_new_tokens=COUNT)).results]
 
 
-def every_script(row: int, num_layers: int, **options) -> tuple[list[SequenceResult], list[int]]:
+def every_script(row: int, **options: Any) -> tuple[list[SequenceResult], list[int]]:
     """One prompt four times, each with another script, and its own text."""
-    text = texts(num_layers)[row]
+    text = texts()[row]
     forced = [OWN if bits == "own" else script(bits, text) for bits in SCRIPTS]
     request = Options(**({"max_new_tokens": COUNT, "forced_drafts": forced} | options))
-    return pipeline(num_layers, 3).generate([PROMPTS[row]] * BATCH, request).results, text
+    return pipeline(3, 3).generate([PROMPTS[row]] * BATCH, request).results, text
 
 
 def first_time(text: Sequence[int], place: int) -> bool:
@@ -59,9 +60,9 @@ def unused(text: Sequence[int], count: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("place", [0, 1, 2, 3, 7])
 def test_an_end_token_in_the_pipeline_ends_the_sequence(place: int):
     """I01 (several end tokens, not the first of the list), I03 (younger tokens in flight are dropped)."""
-    row = next(row for row in range(BATCH) if first_time(texts(8)[row], place))
-    before, after = unused(texts(8)[row], 2)
-    results, text = every_script(row, 8, eos_ids=(before, texts(8)[row][place], after))
+    row = next(row for row in range(BATCH) if first_time(texts()[row], place))
+    before, after = unused(texts()[row], 2)
+    results, text = every_script(row, eos_ids=(before, texts()[row][place], after))
     for result in results:
         assert result.ids == text[: place + 1]
         assert result.finish_reason == "stop"
@@ -70,11 +71,11 @@ def test_an_end_token_in_the_pipeline_ends_the_sequence(place: int):
 
 def test_a_drafted_end_token_that_is_rejected_ends_nothing():
     """I04."""
-    text = texts(8)[0]
+    text = texts()[0]
     wrong = [(token + 1) % VOCAB for token in text[1:]]
     eos = tuple(set(wrong) - set(text))
     assert eos
-    results, _ = every_script(0, 8, eos_ids=eos)
+    results, _ = every_script(0, eos_ids=eos)
     for result in results:
         assert result.ids == text
         assert result.finish_reason == "length"
@@ -83,27 +84,27 @@ def test_a_drafted_end_token_that_is_rejected_ends_nothing():
 
 def test_ignored_end_tokens_are_neither_emitted_nor_drafted():
     """I06: masked in the target and in the head."""
-    plain = pipeline(8, 3).generate(PROMPTS, Options(max_new_tokens=COUNT, forced_drafts=[OWN] * BATCH))
+    plain = pipeline(3, 3).generate(PROMPTS, Options(max_new_tokens=COUNT, forced_drafts=[OWN] * BATCH))
     drafted = [record.draft for result in plain.results for record in result.records]
-    eos = (max(set(drafted), key=drafted.count), texts(8)[0][1], texts(8)[1][3])
+    eos = (max(set(drafted), key=drafted.count), texts()[0][1], texts()[1][3])
     options = Options(max_new_tokens=COUNT, eos_ids=eos, ignore_eos=True, forced_drafts=[OWN] * BATCH)
-    results = pipeline(8, 3).generate(PROMPTS, options).results
-    theirs = autoregressive(8).generate(PROMPTS, options).results
+    results = pipeline(3, 3).generate(PROMPTS, options).results
+    theirs = autoregressive(3).generate(PROMPTS, options).results
     for result, other in zip(results, theirs, strict=True):
         assert result.ids == other.ids
         assert len(result.ids) == COUNT
         assert not set(eos) & set(result.ids)
         assert not set(eos) & {record.draft for record in result.records}
         assert_cycles_exact(result, 3)
-    assert [r.ids for r in results] != texts(8)
+    assert [r.ids for r in results] != texts()
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_few_tokens(count: int):
     """I12: nothing, and what the prefill alone gives."""
     for result, text in zip(
-        pipeline(8, 3).generate(PROMPTS, Options(max_new_tokens=count, forced_drafts=[OWN] * BATCH)).results,
-        texts(8),
+        pipeline(3, 3).generate(PROMPTS, Options(max_new_tokens=count, forced_drafts=[OWN] * BATCH)).results,
+        texts(),
         strict=True,
     ):
         assert result.ids == text[:count]
@@ -114,9 +115,9 @@ def test_few_tokens(count: int):
 
 def test_without_a_limit_decoding_goes_to_the_end_of_the_context(monkeypatch: pytest.MonkeyPatch):
     """I12: None; the last position of the context is used, none beyond."""
-    monkeypatch.setattr(pipeline(8, 3), "max_length", 16)
-    results = pipeline(8, 3).generate(PROMPTS, Options(forced_drafts=[OWN] * BATCH)).results
-    for prompt, result, text in zip(PROMPTS, results, texts(8), strict=True):
+    monkeypatch.setattr(pipeline(3, 3), "max_length", 16)
+    results = pipeline(3, 3).generate(PROMPTS, Options(forced_drafts=[OWN] * BATCH)).results
+    for prompt, result, text in zip(PROMPTS, results, texts(), strict=True):
         assert len(prompt) + len(result.ids) == 16
         assert result.ids == text[: 16 - len(prompt)]
         assert result.finish_reason == "length"
@@ -131,23 +132,12 @@ def test_a_negative_limit_is_refused():
 def test_the_context_ends_while_tokens_are_in_flight(bits: str, monkeypatch: pytest.MonkeyPatch):
     """I09: context 16, prompt 12, 10 tokens wanted: 4 come."""
     prompt = random_prompts(12)[11]
-    text = autoregressive(8).generate([prompt] * BATCH, Options(max_new_tokens=10)).results[0].ids
-    monkeypatch.setattr(pipeline(8, 3), "max_length", 16)
+    text = autoregressive(3).generate([prompt] * BATCH, Options(max_new_tokens=10)).results[0].ids
+    monkeypatch.setattr(pipeline(3, 3), "max_length", 16)
     forced = [OWN if bits == "own" else script(bits, text)] * BATCH
-    result = pipeline(8, 3).generate([prompt] * BATCH, Options(max_new_tokens=10, forced_drafts=forced)).results[0]
+    result = pipeline(3, 3).generate([prompt] * BATCH, Options(max_new_tokens=10, forced_drafts=forced)).results[0]
     assert (result.ids, result.finish_reason) == (text[:4], "length")
     assert_cycles_exact(result, 3)
-
-
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_five_tokens_from_one_and_two_stages(num_stages: int):
-    """I13."""
-    options = Options(max_new_tokens=5, forced_drafts=[OWN] * BATCH)
-    for result, text in zip(
-        pipeline(8, num_stages, "beside").generate(PROMPTS, options).results, texts(8), strict=True
-    ):
-        assert result.ids == text[:5]
-        assert_cycles_exact(result, num_stages)
 
 
 # Stop checks by the caller
@@ -161,7 +151,7 @@ def short_dispatches() -> PipelineDecoder:
 
 def test_a_stop_check_cuts_at_its_token_whatever_the_dispatch():
     """In the middle of a dispatch, at a rejection and after an acceptance: later tokens are dropped, K is the cut's."""
-    forced = [script(bits, text) for bits, text in zip(["1", "0", "1110", "011"], texts(3), strict=True)]
+    forced = [script(bits, text) for bits, text in zip(["1", "0", "1110", "011"], texts(), strict=True)]
     keep = [7, 5, 5, 1]  # row 2's fifth token is rejected
 
     def stop(row: int, ids: Sequence[int]) -> int | None:
@@ -180,7 +170,7 @@ def test_a_stop_check_cuts_at_its_token_whatever_the_dispatch():
                 keep[row] - 1 - sum(verdicts(result)[1:]),
             )
     assert whole[2].tokens[4].event == REJECTED
-    assert [r.ids for r in whole] == texts(3)
+    assert [r.ids for r in whole] == texts()
 
 
 def test_a_stop_check_may_keep_nothing():
@@ -191,7 +181,7 @@ def test_a_stop_check_may_keep_nothing():
 
 
 def test_pieces_of_a_stream_make_up_the_results():
-    eos = (texts(3)[1][4],)
+    eos = (texts()[1][4],)
     options = Options(max_new_tokens=COUNT, forced_drafts=[OWN] * BATCH, eos_ids=eos)
     generation = Generation([])
     pieces = list(short_dispatches().stream(PROMPTS, options, generation))
@@ -263,7 +253,7 @@ def test_padding_is_neither_emitted_nor_drafted_and_the_lowest_of_equals_is():
 
 def test_log_probabilities_are_the_targets():
     """R03: of accepted drafts, of replacements and of the first token; the same as autoregressive decoding's."""
-    forced = [OWN if bits == "own" else script(bits, text) for bits, text in zip(SCRIPTS, texts(3), strict=True)]
+    forced = [OWN if bits == "own" else script(bits, text) for bits, text in zip(SCRIPTS, texts(), strict=True)]
     options = Options(max_new_tokens=COUNT, forced_drafts=forced, log_probs=True)
     ours = pipeline(3, 3).generate(PROMPTS, options).results
     theirs = autoregressive(3).generate(PROMPTS, options).results

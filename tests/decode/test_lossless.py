@@ -94,3 +94,13 @@ def test_oracle_and_anti_take_the_fewest_and_most_cycles(num_stages: int):
     oracle, anti = in_batches(decoder, prompts * 2, options)[:2]
     assert (oracle.accepted, oracle.rejected, oracle.cycles) == (count - 1, 0, count + num_stages - 2)
     assert (anti.accepted, anti.rejected, anti.cycles) == (0, count - 1, num_stages * (count - 1))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_five_tokens_from_one_and_two_stages(num_stages: int):
+    """I13."""
+    options = {"max_new_tokens": 5, "forced_drafts": [OWN] * len(PROMPTS)}
+    results = in_batches(pipeline(30, num_stages, "beside"), PROMPTS, options)
+    for result, text in zip(results, reference(30), strict=True):
+        assert result.ids == text[:5]
+        assert_cycles_exact(result, num_stages)

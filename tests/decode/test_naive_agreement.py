@@ -92,14 +92,15 @@ def test_every_draft_logit_is_the_naive_decoders(num_stages: int, layout: Layout
 
 SUBSET = (0, 3, 4, 9, 17, 18, 30, 31, 44, 58, 60)
 HEADS: dict[str, tuple[StagePlan, dict[str, Any]]] = {
+    "the target's rows and one anchor": (StagePlan((2, 1), 1, "beside", (0,)), {"lm_head": "target"}),
+    "one anchor and a subset": (StagePlan((2, 1), 1, "separate", (0,)), {"draft_ids": SUBSET}),
     "the target's rows": (StagePlan((1, 1, 1), 2, "beside", (0, 1, 3)), {"lm_head": "target"}),
-    "one anchor": (StagePlan((2, 1), 1, "separate", (0,)), {"draft_ids": SUBSET}),
     "the last layer": (StagePlan((1, 4, 3), 1, "separate", (0, 2, 8)), {"draft_ids": SUBSET, "lm_head": "target"}),
     "inside stages": (StagePlan((5, 3), 3, "beside", (0, 1, 4, 5, 7)), {}),
     "its own layers": (StagePlan((2, 2, 4), 2, "beside", (0, 2, 4, 7)), {"layer": replace(LAYER, qk_norm=True)}),
     "types skipped": (StagePlan((4, 4), 1, "separate", (0, 1, 2, 3, 8)), {}),
 }
-GATE = ("the target's rows", "one anchor")
+GATE = ("the target's rows and one anchor",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in GATE else pytest.mark.slow) for n in HEADS])

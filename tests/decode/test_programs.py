@@ -61,8 +61,16 @@ def names(found: list[Any]) -> collections.Counter[str]:
     return collections.Counter(equation.primitive.name for equation in found)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, 5, 0.9)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("num_stages", "layout"), [(1, "beside"), (2, "separate"), (4, "beside"), (8, "separate")])
+GREEDY, SAMPLED = Sampling(), Sampling(0.7, 5, 0.9)
+CASES: list[Any] = [(1, "beside", SAMPLED), (2, "separate", GREEDY), (4, "beside", SAMPLED), (8, "separate", GREEDY)]
+REST = [(1, "beside", GREEDY), (2, "separate", SAMPLED), (4, "beside", GREEDY), (8, "separate", SAMPLED)]
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "layout", "sampling"),
+    [*CASES, *(pytest.param(*one, marks=pytest.mark.slow) for one in REST)],
+    ids=str,
+)
 def test_programs_trace_with_replication_checks_on(num_stages: int, layout: Layout, sampling: Sampling):
     """Q02, Q03: shard_map checks what varies over ranks by default, the loop's carry and the argmax included."""
     found = names(cycle_equations(trace_dispatch(pipeline(8, num_stages, layout), 2, sampling)))

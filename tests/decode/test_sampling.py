@@ -14,6 +14,8 @@ from spd_jax.decode.sampling import (
     DRAFT,
     TARGET,
     Sampling,
+    SamplingMode,
+    SamplingNumbers,
     best,
     best_of_ranks,
     gumbel,
@@ -28,9 +30,12 @@ from spd_jax.parallel.vocab import share_size
 
 def filtered(logits: Any, sampling: Sampling) -> np.ndarray:
     """Probabilities on one device."""
-    logits = jnp.asarray(logits, jnp.float32)
-    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-    return np.exp(np.asarray(log_probs(logits, ids, sampling.mode, sampling.numbers())))
+    return np.exp(np.asarray(_filtered(jnp.asarray(logits, jnp.float32), sampling.mode, sampling.numbers())))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _filtered(logits: jax.Array, mode: SamplingMode, numbers: SamplingNumbers) -> jax.Array:
+    return log_probs(logits, jnp.arange(logits.shape[-1], dtype=jnp.int32), mode, numbers)
 
 
 def test_top_k_keeps_the_shape_of_the_distribution():

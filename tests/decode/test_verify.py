@@ -14,7 +14,7 @@ from spd_jax.decode.verify import Verdict, verify_greedy, verify_sampled
 from spd_jax.parallel.mesh import gather_ranks
 from tests.decode.test_sampling import on_ranks, share
 
-DRAWS = 20000
+DRAWS, VOCAB = 20000, 16  # smaller distributions are filled up with zeros: one compilation
 
 
 @functools.cache
@@ -25,8 +25,8 @@ def keys() -> jax.Array:
 def rows(p: Any) -> jax.Array:
     """log p for every draw."""
     with np.errstate(divide="ignore"):
-        log_p = np.log(np.asarray(p, np.float64)).astype(np.float32)
-    return jnp.broadcast_to(jnp.asarray(log_p), (DRAWS, len(log_p)))
+        log_p = np.log(np.pad(np.asarray(p, np.float64), (0, VOCAB - len(p)))).astype(np.float32)
+    return jnp.asarray(np.tile(log_p, (DRAWS, 1)))
 
 
 @jax.jit
