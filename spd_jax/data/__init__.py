@@ -1,0 +1,1 @@
+"""Training data: conversations read, labelled, prepared on disk and packed into batches."""
