@@ -13,15 +13,12 @@ PipelineLayout = Literal["separate", "beside"]
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """A target, its speculation head and the pipeline that they run in.
+class PipelineConfig:
+    """A target and the pipeline that it runs in.
 
     Args:
         target: the target model: a folder with config.json and safetensors, a .gguf file, package:name/file.gguf, or a
             hub id org/name.
-        head: the speculation head: a head folder; target (made from the target's own weights, untrained); or, to
-            demonstrate exact cycle counts, oracle (every draft right), anti (every draft wrong), script:1101... (one
-            digit a generated token, 1 right and 0 wrong; the first token has no draft, beyond the end: right).
         stages: number of pipeline stages n (default: the head's).
         plan: layers of each stage, for example [5,4,4] (default: as even as they go).
         layout: separate puts the draft layers on a device of their own (n + 1 devices), beside puts them beside the
@@ -40,7 +37,6 @@ class EngineConfig:
     """
 
     target: str
-    head: str = "target"
     stages: int | None = None
     plan: tuple[int, ...] | None = None
     layout: PipelineLayout | None = None
@@ -57,11 +53,24 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("stages", "num_draft_layers", "devices", "cycles_per_dispatch", "prefill_chunk", "num_processes"):
-            _at_least(1, name, getattr(self, name))
+            at_least(1, name, getattr(self, name))
         if self.coordinator is None and (self.num_processes != 1 or self.process_id != 0):
             raise ValueError(
                 f"num_processes {self.num_processes} and process_id {self.process_id} need a coordinator (host:port)"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig(PipelineConfig):
+    """A target, its speculation head and the pipeline that they run in.
+
+    Args:
+        head: the speculation head: a head folder; target (made from the target's own weights, untrained); or, to
+            demonstrate exact cycle counts, oracle (every draft right), anti (every draft wrong), script:1101... (one
+            digit a generated token, 1 right and 0 wrong; the first token has no draft, beyond the end: right).
+    """
+
+    head: str = "target"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,13 +118,18 @@ class GenerateConfig(EngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("limit", "batch"):
-            _at_least(1, name, getattr(self, name))
-        _at_least(0, "max_new_tokens", self.max_new_tokens)
-        _at_least(0, "seed", self.seed)
+            at_least(1, name, getattr(self, name))
+        at_least(0, "max_new_tokens", self.max_new_tokens)
+        at_least(0, "seed", self.seed)
         if "" in self.stop:
             raise ValueError("stop holds an empty string, which would end every text at once")
 
 
-def _at_least(least: int, name: str, value: int | None) -> None:
+def at_least(least: int, name: str, value: int | None) -> None:
+    """Refuse a number below `least`; None passes.
+
+    Raises:
+        ValueError: names the option.
+    """
     if value is not None and value < least:
         raise ValueError(f"{name} must be at least {least}, found {value}")

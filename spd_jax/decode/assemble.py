@@ -82,6 +82,25 @@ class Engine:
             return "made from the target's own weights, untrained"
         return self.config.head
 
+    def with_head(self, head: str) -> Engine:
+        """The same target, cut and devices with another head; only the head's description is read.
+
+        The decoder of the result is `decoder.with_head(engine.head(), engine.plan)`, without loading the target again.
+
+        Raises:
+            FileNotFoundError, ValueError: as `open_engine`; a head folder for another cut (give --stages or --plan).
+        """
+        script, manifest = _read_head(head)
+        config = dataclasses.replace(self.config, head=head)
+        cut = config if manifest is not None else dataclasses.replace(config, stages=None, plan=self.plan.stage_layers)
+        plan = _plan(dataclasses.replace(cut, layout=cut.layout or self.plan.layout), self.plan.num_layers, manifest)
+        if plan.stage_layers != self.plan.stage_layers:
+            raise ValueError(
+                f"head {head} is for stages {list(plan.stage_layers)}, head {self.config.head} for "
+                f"{list(self.plan.stage_layers)}: give --stages or --plan to run both in the same, or run them apart"
+            )
+        return dataclasses.replace(self, config=config, plan=plan, script=script, manifest=manifest)
+
     def pipeline(self, progress: Progress | None = None) -> PipelineDecoder:
         """Load the target and the head onto the mesh."""
         head = self.head()
@@ -162,7 +181,7 @@ def open_engine(config: EngineConfig) -> Engine:
         TimeoutError: with `config.coordinator`, process 0 does not answer.
         RuntimeError: devices were to be simulated after JAX had started with fewer.
     """
-    script = parse_script(config.head)
+    script, manifest = _read_head(config.head)
     if config.compilation_cache is not None:
         jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
     if config.coordinator is not None:
@@ -170,7 +189,6 @@ def open_engine(config: EngineConfig) -> Engine:
     if config.devices is not None:
         simulate_devices(config.devices)
     weights = open_target(config.target)
-    manifest = None if script is not None or config.head == OWN_HEAD else _manifest(config.head)
     plan = _plan(config, weights.config.num_layers, manifest)
     mesh = stage_mesh(plan.num_ranks)
     longest = weights.config.max_position
@@ -179,6 +197,11 @@ def open_engine(config: EngineConfig) -> Engine:
     return Engine(
         config, weights, _tokenizer(config.target), plan, mesh, config.max_length or longest, script, manifest
     )
+
+
+def _read_head(head: str) -> tuple[Script | None, HeadManifest | None]:
+    script = parse_script(head)
+    return script, None if script is not None or head == OWN_HEAD else _manifest(head)
 
 
 def _manifest(head: str) -> HeadManifest:

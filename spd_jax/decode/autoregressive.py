@@ -83,6 +83,7 @@ class AutoregressiveDecoder:
         self._dtype = decoder.embedding[...].dtype
         self._graphdef, self.weights = nnx.split(decoder)
         self._programs: dict[Any, Any] = {}
+        self._warm: set[tuple[Any, ...]] = set()
 
     def generate(self, prompts: Sequence[Sequence[int]], options: Options) -> Generation:
         """Decode a batch to its end; errors as `PipelineDecoder.generate`."""
@@ -121,6 +122,29 @@ class AutoregressiveDecoder:
             generation.decode_seconds += time.perf_counter() - start
             yield from pieces
             start = time.perf_counter()
+
+    def warm_up(self, prompts: Sequence[Sequence[int]], options: Options) -> None:
+        """Compile what decoding these prompts can need, as `PipelineDecoder.warm_up`."""
+        batch = make_batch(
+            prompts, dataclasses.replace(options, forced_drafts=None), self.config.vocab_size, self.max_length
+        )
+        longest = int((batch.lengths + batch.limits).max()) - 1
+        arrays, last = self.prompt_arrays(batch), bucket(longest + self.steps_per_dispatch)
+        key = (options.sampling.mode, options.log_probs, batch.size, arrays[-4].shape, last, batch.eos_ids.shape)
+        if key in self._warm or not batch.active.any():
+            return
+        prefill, dispatch, grow = self.compiled(options.sampling.mode, options.log_probs)
+        request = self.request(batch)
+        state, _, _ = prefill(self.weights, request, *arrays)
+        while True:
+            state, _ = dispatch(
+                self.weights, request, struct.replace(state, active=jnp.asarray(np.zeros(batch.size, bool)))
+            )
+            capacity = state.v[0].shape[2]
+            if capacity >= last:
+                break
+            state = grow(state, 2 * capacity)
+        self._warm.add(key)
 
     def request(self, batch: Batch) -> StepRequest:
         """The traced facts of a batch."""

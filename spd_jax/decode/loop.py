@@ -6,6 +6,7 @@ at a time. Knows ids, not text.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,7 +24,9 @@ from spd_jax.decode.options import Generation, Options, Piece
 from spd_jax.decode.programs import grow_state, make_caches, make_dispatch, make_prefill
 from spd_jax.decode.state import DecodeState
 from spd_jax.parallel.mesh import replicated
-from spd_jax.parallel.stack import PipelineParams, Program
+from spd_jax.parallel.stack import Head, PipelineParams, Program, make_program
+from spd_jax.parallel.swap import swap_head
+from spd_jax.plan import StagePlan
 
 
 class FaultError(ArithmeticError):
@@ -58,6 +61,26 @@ class PipelineDecoder:
         self.cycles_per_dispatch, self.prefill_chunk = cycles_per_dispatch, prefill_chunk
         self._prefills: dict[Mode, Any] = {}
         self._dispatches: dict[Mode, Any] = {}
+        self._warm: set[tuple[Any, ...]] = set()
+
+    def with_head(self, head: Head, plan: StagePlan | None = None) -> PipelineDecoder:
+        """A decoder with another head on the same target, whose arrays are shared; this one stays as it is.
+
+        A head of the same make (plan, layer kind, draft vocabulary) also shares the compiled programs: exchanging
+        parameters while they are trained compiles nothing.
+
+        Args:
+            plan: the head's plan (default: this decoder's); the cut and the layout must be this decoder's.
+
+        Raises:
+            ValueError: head and plan disagree, or the plan cuts the target in another way.
+        """
+        program = make_program(self.program.target, head, self.program.plan if plan is None else plan)
+        decoder = copy.copy(self)
+        decoder.params = swap_head(self.params, self.program, program, head, self.mesh)
+        if program != self.program:
+            decoder.program, decoder._prefills, decoder._dispatches, decoder._warm = program, {}, {}, set()
+        return decoder
 
     def generate(self, prompts: Sequence[Sequence[int]], options: Options) -> Generation:
         """Decode a batch to its end.
@@ -102,6 +125,31 @@ class PipelineDecoder:
             yield from pieces
             start = time.perf_counter()
 
+    def warm_up(self, prompts: Sequence[Sequence[int]], options: Options) -> None:
+        """Compile what decoding these prompts can need, so that nothing is compiled while it is timed.
+
+        The prompts are prefilled once; dispatches are compiled for every size that the cache may grow to, and run no
+        cycle. Does nothing where a batch of this shape has been warmed up already.
+        """
+        batch = make_batch(prompts, options, self.program.target.vocab_size, self.max_length)
+        longest = int((batch.lengths + batch.limits).max()) - 1  # used before the last dispatch
+        request, banned = self.request(batch)
+        mode = Mode(options.sampling.mode, options.log_probs)
+        first, last = self._capacity(batch), bucket(self._positions_needed(longest))
+        shapes = tuple(x.shape for x in jax.tree.leaves((request, banned)))
+        key = (mode, batch.size, first, last, shapes)
+        if key in self._warm or not batch.active.any():
+            return
+        state, _, _ = self.prefill(batch, mode, request, banned)
+        batch.active[:] = False
+        while True:
+            state, _ = self.dispatch(mode)(self.params, request, self._ready(batch, state), banned)
+            capacity = state.caches[0].v.shape[-2]
+            if capacity >= last:
+                break
+            state = grow_state(state, 2 * capacity)
+        self._warm.add(key)
+
     def request(self, batch: Batch) -> tuple[Request, Array]:
         """The traced facts of a batch, and the ids that must not occur."""
         forced = batch.forced(bucket(int((batch.lengths + batch.limits).max())))
@@ -116,8 +164,7 @@ class PipelineDecoder:
         """The state before the first cycle, the first tokens and their log-probabilities."""
         if mode not in self._prefills:
             self._prefills[mode] = make_prefill(self.program, mode, self.mesh, self.prefill_chunk)
-        padded = -(-int(batch.lengths.max()) // self.prefill_chunk) * self.prefill_chunk
-        capacity = bucket(max(padded, self._positions_needed(int(batch.lengths.max()) + 1)))
+        capacity = self._capacity(batch)
         dtype = self.params.embedding.dtype
         caches = make_caches(self.program, self.mesh, batch.size, capacity, 1, dtype)
         arrays = (batch.padded_ids(capacity), batch.lengths, batch.limits, batch.seeds())
@@ -129,6 +176,12 @@ class PipelineDecoder:
         if mode not in self._dispatches:
             self._dispatches[mode] = make_dispatch(self.program, mode, self.mesh, self.cycles_per_dispatch)
         return self._dispatches[mode]
+
+    def _capacity(self, batch: Batch) -> int:
+        """Positions of the cache that a prefill makes."""
+        longest = int(batch.lengths.max())
+        padded = -(-longest // self.prefill_chunk) * self.prefill_chunk
+        return bucket(max(padded, self._positions_needed(longest + 1)))
 
     def _positions_needed(self, used: int) -> int:
         """Positions that a dispatch may touch: one a cycle, and spare rows that a clamped write must not hit."""

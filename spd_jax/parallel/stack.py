@@ -92,21 +92,23 @@ class PipelineParams:
     final_norm: Array
 
 
-def _place(mesh: Mesh, shards: Callable[[int], np.ndarray], dtype: Any) -> Array:
-    """A `[R, ...]` array from one host array per rank, each sent to its own device alone."""
-    devices = list(mesh.devices.flat)
-    parts = [
-        jax.device_put(np.asarray(shards(rank), dtype)[None], device)
-        for rank, device in enumerate(devices)
-        if device.process_index == jax.process_index()
-    ]
-    shape = (len(devices), *parts[0].shape[1:])
+def place_shares(mesh: Mesh, share: Callable[[int], np.ndarray | Array], dtype: Any) -> Array:
+    """A `[R, ...]` array from one array a rank, each sent to its own device alone.
+
+    A share that is a JAX array is taken as it is: `[1, ...]` on its rank's device, a part of another such array.
+    """
+    parts = []
+    for rank, device in enumerate(mesh.devices.flat):
+        if device.process_index == jax.process_index():
+            value = share(rank)
+            on_device = isinstance(value, jax.Array)
+            parts.append(value if on_device else jax.device_put(np.asarray(value, dtype)[None], device))
+    shape = (mesh.devices.size, *parts[0].shape[1:])
     return jax.make_array_from_single_device_arrays(shape, sharded(mesh), parts)
 
 
-def _stack_slots(
-    program: Program, weights: Weights, head: Head, mesh: Mesh, dtype: Any, report: Callable[[str, int], None]
-) -> tuple[Any, ...]:
+def layer_owners(program: Program) -> dict[tuple[int, int], tuple[str, int]]:
+    """`(rank, slot)` -> `("target" or "draft", layer)`; slots without a layer on a rank are left out."""
     table, plan = program.slots, program.plan
     owner: dict[tuple[int, int], tuple[str, int]] = {}
     for rank in range(table.num_ranks):
@@ -116,27 +118,45 @@ def _stack_slots(
                 owner[rank, slot] = ("target", layer)
         for layer, slot in enumerate(table.draft[rank]):
             owner[rank, slot] = ("draft", layer)
-    draft_states = [
-        {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.split(layer)[1])}
+    return owner
+
+
+def fill_slots(
+    program: Program, mesh: Mesh, dtype: Any, share: Callable[[int, int, str, tuple[int, ...]], np.ndarray | Array]
+) -> tuple[Any, ...]:
+    """The slots' states, each parameter's share from `share(rank, slot, name, shape)` as `place_shares` takes it."""
+    stacked = []
+    for slot, kind in enumerate(program.slots.kinds):
+        filled = []
+        for path, shape in layer_structure(kind)[1].items():
+            facts = (slot, ".".join(path), shape)
+            filled.append((path, nnx.Param(place_shares(mesh, lambda rank, facts=facts: share(rank, *facts), dtype))))
+        stacked.append(nnx.from_flat_state(filled))
+    return tuple(stacked)
+
+
+def draft_layer_values(head: Head) -> list[dict[str, np.ndarray]]:
+    """Parameters of each draft layer by name, on the host."""
+    return [
+        {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.split(layer)[1])}
         for layer in head.layers
     ]
 
-    def shard(rank: int, slot: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
+
+def _stack_slots(
+    program: Program, weights: Weights, head: Head, mesh: Mesh, dtype: Any, report: Callable[[str, int], None]
+) -> tuple[Any, ...]:
+    owner, draft = layer_owners(program), draft_layer_values(head)
+
+    def share(rank: int, slot: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
         model, layer = owner.get((rank, slot), ("none", 0))
         if model == "none":
             return np.zeros(shape, dtype)
-        value = weights.tensor(f"layers.{layer}.{name}") if model == "target" else draft_states[layer][name]
+        value = weights.tensor(f"layers.{layer}.{name}") if model == "target" else draft[layer][name]
         report(f"{model} layer {layer} {name}", value.nbytes)
-        return np.asarray(value)
+        return value
 
-    stacked = []
-    for slot, kind in enumerate(table.kinds):
-        filled = []
-        for path, shape in layer_structure(kind)[1].items():
-            name = ".".join(path)
-            filled.append((path, nnx.Param(_place(mesh, lambda r, a=(slot, name, shape): shard(r, *a), dtype))))
-        stacked.append(nnx.from_flat_state(filled))
-    return tuple(stacked)
+    return fill_slots(program, mesh, dtype, share)
 
 
 def make_program(target: ModelConfig, head: Head, plan: StagePlan) -> Program:
@@ -181,8 +201,7 @@ def stack_params(
         num_tokens: ids from here on are padding of the vocabulary: never emitted, never proposed (None: all are real).
         suppress: further ids that must never be emitted or proposed.
     """
-    plan, target, ranks = program.plan, program.target, program.plan.num_ranks
-    size, vocab = target.hidden_size, target.vocab_size
+    target, ranks, vocab = program.target, program.plan.num_ranks, program.target.vocab_size
     total = _total_bytes(program, head, np.dtype(dtype).itemsize)
     done = 0
 
@@ -194,48 +213,70 @@ def stack_params(
 
     slots = _stack_slots(program, weights, head, mesh, dtype, report)
     table = weights.tensor("embedding")
-    embedding = _place(mesh, lambda r: share_rows(table, r, ranks), dtype)
+    embedding = place_shares(mesh, lambda r: share_rows(table, r, ranks), dtype)
     report("embedding", table.nbytes)
     rows, target_head = table, None
     if not target.tie_embeddings:
         rows = weights.tensor("head")
-        target_head = _place(mesh, lambda r: share_rows(rows, r, ranks), dtype)
+        target_head = place_shares(mesh, lambda r: share_rows(rows, r, ranks), dtype)
         report("head", rows.nbytes)
-    ids = np.arange(vocab) if program.draft_all else np.asarray(head.config.draft_ids)
-    shares = draft_shares(ids, ranks)
-    draft_head = None
-    if not program.shared_head:
-        own = rows[ids] if head.lm_head is None else np.asarray(head.lm_head[...])
-
-        def own_rows(rank: int) -> np.ndarray:
-            mine = own[ids % ranks == rank]
-            return np.concatenate([mine, np.zeros((shares.shape[1] - len(mine), size), mine.dtype)])
-
-        draft_head = _place(mesh, own_rows, dtype)
-        report("draft head", own.nbytes)
-    rows_of = draft_rows(shares, share_size(vocab, ranks))
     allowed = np.zeros((ranks, share_size(vocab, ranks)), bool)
     real = np.setdiff1d(np.arange(vocab if num_tokens is None else min(num_tokens, vocab)), np.asarray(suppress, int))
     allowed[real % ranks, real // ranks] = True
-    aggregate = {}
-    for kind in dict.fromkeys(plan.anchor_type[depth] for depth in program.changes):
-        projection = np.asarray(head.projections[kind].weight[...])
-        padded = np.concatenate([projection, np.zeros((-size % ranks, projection.shape[1]), projection.dtype)])
-        aggregate[kind] = _place(mesh, lambda r, a=padded: np.split(a, ranks)[r], dtype)
-        report(f"projection {kind}", projection.nbytes)
-    newest = np.asarray(head.projections[0].weight[...])
     return PipelineParams(
         slots=slots,
         embedding=embedding,
         head=target_head,
-        draft_head=draft_head,
-        draft_share=_place(mesh, lambda r: shares[r], np.int32),
-        draft_row=_place(mesh, lambda r: rows_of[r], np.int32),
-        aggregate=aggregate,
-        newest=_place(mesh, lambda r: newest if r == plan.draft_rank else np.zeros_like(newest), dtype),
-        allowed=_place(mesh, lambda r: allowed[r], bool),
+        **stack_head(program, head, mesh, dtype, lambda r: share_rows(rows, r, ranks), report),
+        allowed=place_shares(mesh, lambda r: allowed[r], bool),
         final_norm=jax.device_put(np.asarray(weights.tensor("final_norm.weight"), dtype), replicated(mesh)),
     )
+
+
+def stack_head(
+    program: Program,
+    head: Head,
+    mesh: Mesh,
+    dtype: Any,
+    target_share: Callable[[int], np.ndarray],
+    report: Callable[[str, int], None],
+) -> dict[str, Any]:
+    """The fields of `PipelineParams` that belong to the head, but for its layers.
+
+    Args:
+        target_share: a rank's rows of the target's head `[V/R, D]`; asked where the draft scores with a part of them.
+        report: called with (what has been placed, its bytes).
+    """
+    plan, ranks = program.plan, program.plan.num_ranks
+    size, vocab = program.target.hidden_size, program.target.vocab_size
+    ids = np.arange(vocab) if program.draft_all else np.asarray(head.config.draft_ids)
+    shares = draft_shares(ids, ranks)
+    draft_head = None
+    if not program.shared_head:
+        own = None if head.lm_head is None else np.asarray(head.lm_head[...])
+
+        def own_rows(rank: int) -> np.ndarray:
+            mine = ids % ranks == rank
+            rows = target_share(rank)[ids[mine] // ranks] if own is None else own[mine]
+            return np.concatenate([rows, np.zeros((shares.shape[1] - len(rows), size), rows.dtype)])
+
+        draft_head = place_shares(mesh, own_rows, dtype)
+        report("draft head", draft_head.nbytes if own is None else own.nbytes)
+    rows_of = draft_rows(shares, share_size(vocab, ranks))
+    aggregate = {}
+    for kind in dict.fromkeys(plan.anchor_type[depth] for depth in program.changes):
+        projection = np.asarray(head.projections[kind].weight[...])
+        padded = np.concatenate([projection, np.zeros((-size % ranks, projection.shape[1]), projection.dtype)])
+        aggregate[kind] = place_shares(mesh, lambda r, a=padded: np.split(a, ranks)[r], dtype)
+        report(f"projection {kind}", projection.nbytes)
+    newest = np.asarray(head.projections[0].weight[...])
+    return {
+        "draft_head": draft_head,
+        "draft_share": place_shares(mesh, lambda r: shares[r], np.int32),
+        "draft_row": place_shares(mesh, lambda r: rows_of[r], np.int32),
+        "aggregate": aggregate,
+        "newest": place_shares(mesh, lambda r: newest if r == plan.draft_rank else np.zeros_like(newest), dtype),
+    }
 
 
 def _total_bytes(program: Program, head: Head, itemsize: int) -> int:

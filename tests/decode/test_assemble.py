@@ -1,5 +1,6 @@
 """From a configuration to decoders: whose plan it is, what a head folder must match, and what is refused early."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,27 @@ def test_weights_come_in_the_dtype_that_is_asked_for():
     decoder = found.pipeline()
     assert decoder.params.embedding.dtype == jnp.bfloat16
     assert (decoder.max_length, decoder.cycles_per_dispatch) == (100, 5)
+
+
+def test_further_heads_share_the_target(head: Path):
+    """One load of the target serves a head folder, the untrained head and a script."""
+    first = engine(head=str(head))
+    others = [first.with_head(name) for name in ("target", "script:10", str(head))]
+    assert [other.plan.stage_layers for other in others] == [(1, 3, 4)] * 3
+    assert [other.plan.num_draft_layers for other in others] == [3, 3, 2]
+    assert [other.script is None for other in others] == [True, False, True]
+    assert all(other.weights is first.weights and other.mesh is first.mesh for other in others)
+    decoder = first.pipeline()
+    own = decoder.with_head(others[0].head(), others[0].plan)
+    assert own.params.embedding is decoder.params.embedding
+    with pytest.raises(FileNotFoundError, match="head 'nowhere' is no head folder"):
+        first.with_head("nowhere")
+
+
+def test_heads_for_different_cuts_run_apart_or_in_a_given_one(head: Path):
+    with pytest.raises(ValueError, match=r"is for stages \[1, 3, 4\], head target for \[4, 4\]: give --stages"):
+        dataclasses.replace(engine(plan=(4, 4)), config=EngineConfig(str(TARGET))).with_head(str(head))
+    assert engine(plan=(4, 4)).with_head(str(head)).plan.stage_layers == (4, 4)
 
 
 def test_progress_ends_at_the_whole():
