@@ -48,6 +48,16 @@ class Tokenizer:
             return ids[1:]
         return ids
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids as of `encode(text, add_special=False)`, and which characters `[start, end)` each stands for.
+
+        Tokens that share a character (the bytes of one) have the same pair.
+        """
+        encoding = self.inner.backend_tokenizer.encode(text, add_special_tokens=False)
+        begin = self.inner.bos_token
+        twice = begin and text.startswith(begin) and encoding.ids[:2] == [self.inner.bos_token_id] * 2
+        return encoding.ids[bool(twice) :], encoding.offsets[bool(twice) :]
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of ids; incomplete UTF-8 becomes U+FFFD."""
         return self.inner.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
