@@ -7,7 +7,8 @@ Knows neither files nor decoding.
 
 from __future__ import annotations
 
-import jax
+from typing import Any
+
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -69,5 +70,5 @@ def swap_head(params: PipelineParams, old: Program, program: Program, head: Head
     return struct.replace(params, slots=fill_slots(program, mesh, dtype, share), **fields)
 
 
-def _by_device(array: Array) -> dict[jax.Device, Array]:
+def _by_device(array: Array) -> dict[Any, Array]:
     return {shard.device: shard.data for shard in array.addressable_shards}

@@ -1,9 +1,6 @@
 """What is compiled, how often, and what autoregressive decoding is compiled to."""
 
-import contextlib
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 
@@ -11,8 +8,7 @@ from spd_jax.decode.batch import make_batch
 from spd_jax.decode.heads import Mode
 from spd_jax.decode.options import Options
 from tests.decode.engine import autoregressive, make_pipeline, model_config, plan_of, random_head, weights
-
-LOWERED = "jaxpr_to_mlir_module_duration"
+from tests.lowerings import lowerings
 
 
 def test_prompts_of_all_lengths_share_their_programs() -> None:
@@ -71,22 +67,6 @@ def test_a_head_of_another_make_brings_its_own_programs() -> None:
     other = decoder.with_head(random_head(model_config(3), plan, draft_ids=(1, 5, 9, 33, 60)))
     assert alike.dispatch(mode) is decoder.dispatch(mode)
     assert other.dispatch(mode) is not decoder.dispatch(mode)
-
-
-@contextlib.contextmanager
-def lowerings() -> Iterator[list[str]]:
-    """A list that grows by one entry with every program that is lowered."""
-    compiled: list[str] = []
-
-    def listen(event: str, seconds: float, **facts: Any) -> None:
-        if event.endswith(LOWERED):
-            compiled.append(str(facts))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield compiled
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_autoregressive_decoding_copies_no_cache() -> None:

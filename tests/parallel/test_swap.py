@@ -55,7 +55,7 @@ def test_swapping_is_stacking_without_moving_the_target(layout: str, change: str
     assert found.embedding is before.embedding
 
 
-def leaves_on(state: Any, device: jax.Device) -> list[int]:
+def leaves_on(state: Any, device: Any) -> list[int]:
     """Addresses of a slot's parameters on a device."""
     return [
         next(shard.data.unsafe_buffer_pointer() for shard in value[...].addressable_shards if shard.device == device)
