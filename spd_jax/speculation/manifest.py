@@ -41,7 +41,8 @@ class HeadManifest:
     """What `config.json` of a head says.
 
     Digests are sha256 in hexadecimal; `tokenizer_digest` is None for a head that was saved without a tokenizer.
-    `dtype` is that of the stored tensors. `training` is whatever the trainer wanted to remember; nothing reads it.
+    `dtype` is that of the stored tensors. `training` is whatever the trainer wanted to remember; nothing reads it but
+    the export of a published head, which finds there what the head's first config said.
     """
 
     head: HeadConfig
@@ -164,12 +165,13 @@ def _section(tree: Mapping[str, Any], name: str, kinds: Mapping[str, Any]) -> di
         raise ValueError(f"{name} is {section!r}, expected an object")
     _check_keys(name, section, set(kinds))
     for key, kind in kinds.items():
-        if not _has_type(section[key], kind):
-            raise ValueError(f"{name}.{key} is {section[key]!r}, expected {_describe(kind)}")
+        if not has_type(section[key], kind):
+            raise ValueError(f"{name}.{key} is {section[key]!r}, expected {describe_type(kind)}")
     return section
 
 
-def _describe(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
+    """An annotated type in words, for messages."""
     if typing.get_origin(kind) is Literal:
         return f"one of {list(typing.get_args(kind))}"
     return kind.__name__ if isinstance(kind, type) else str(kind)
@@ -184,15 +186,15 @@ def _dataclass(where: str, cls: type[T], values: Mapping[str, Any]) -> T:
     return cls(**section)
 
 
-def _has_type(value: Any, kind: Any) -> bool:
+def has_type(value: Any, kind: Any) -> bool:
     """Whether a JSON value is of an annotated type: unions, Literal, lists; a whole number may stand for a float."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return any(_has_type(value, one) for one in arguments)
+        return any(has_type(value, one) for one in arguments)
     if origin is Literal:
         return any(value == one and type(value) is type(one) for one in arguments)
     if origin is list:
-        return isinstance(value, list) and all(_has_type(entry, arguments[0]) for entry in value)
+        return isinstance(value, list) and all(has_type(entry, arguments[0]) for entry in value)
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)

@@ -1,0 +1,245 @@
+"""Heads of the published code, "version 11", as speculation modules, and back.
+
+A published head is a `config` of plain values and a `state_dict`, in the names of the paper's own implementation
+(arXiv 2605.30852, release of August 2026). Its draft layers are Qwen3's, with q_norm and k_norm, whatever dense model
+the target is; rotary embeddings and the final norm are the target's and are not in the file.
+
+Nothing is guessed: what is missing, unknown or does not fit is refused, all of it in one error. This module knows
+neither `.pt` files (`torch_file` reads them) nor head folders; `published_config` says what a config means.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+
+from spd_jax.config.import_head import FinalAnchor
+from spd_jax.config.model import LayerConfig, ModelConfig
+from spd_jax.models.family import HUGGING_FACE, Part, Recipe, Shape, dense_recipes, only_part
+from spd_jax.plan import StagePlan
+from spd_jax.speculation.checkpoint import named_tensors
+from spd_jax.speculation.module import HeadConfig, SpeculationModule, draft_layer_config
+from spd_jax.speculation.published_config import (
+    REMEMBERED,
+    key_problems,
+    published_config,
+    target_problems,
+    unknown_keys,
+    version_problem,
+)
+from spd_jax.weights.errors import WeightsError, listed
+from spd_jax.weights.mapping import refuse_non_finite, table_problems
+
+LAYER_NAMES = dataclasses.replace(HUGGING_FACE, layer="spec_layers.{index}.")
+_LAYER_ORDER = [
+    *(LAYER_NAMES.q, LAYER_NAMES.k, LAYER_NAMES.v, LAYER_NAMES.output, LAYER_NAMES.q_norm, LAYER_NAMES.k_norm),
+    *(LAYER_NAMES.gate, LAYER_NAMES.up, LAYER_NAMES.down, LAYER_NAMES.input_norm, LAYER_NAMES.mlp_norm),
+]
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_DTYPES = (np.dtype(np.float32), _BFLOAT16, np.dtype(np.float16))
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedHead:
+    """`config` and `state_dict` of a published head, the tensors as arrays; `origin` is for messages."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, np.ndarray]
+    origin: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportedHead:
+    """A published head as a speculation module, the plan it was made for, and the config keys that exports need."""
+
+    module: SpeculationModule
+    plan: StagePlan
+    remembered: Mapping[str, Any]
+
+
+def from_published(
+    published: PublishedHead, target: ModelConfig, *, final_anchor: FinalAnchor | None = None
+) -> ImportedHead:
+    """A published head for a target, bit by bit, with a plan of even stages and a rank of its own for the draft.
+
+    Parameters stay bfloat16 where all are; otherwise they become float32, which holds each of them exactly.
+
+    Args:
+        final_anchor: how the hidden state with index L was taken in training; only asked for if it is an anchor.
+
+    Raises:
+        ValueError: everything that is wrong: another version; config keys missing, unknown or of a wrong type; another
+            target; anchors or draft ids that cannot be; tensors missing, unexpected, misshaped or not finite.
+    """
+    config, origin = published.config, published.origin
+    version = version_problem(config)
+    if version is not None:
+        _refuse(origin, [version])
+    problems, unknown = key_problems(config), unknown_keys(config)
+    if problems:
+        _refuse(origin, problems + unknown)
+    problems = unknown + target_problems(config, target, final_anchor)
+
+    def made(make: Callable[[], T]) -> T | None:
+        try:
+            return make()
+        except ValueError as error:
+            problems.append(str(error))
+            return None
+
+    layer, length, stages = published_layer(target), target.num_layers, config["num_stages"]
+    num_layers, anchors = config["num_spec_layers"], tuple(config["aggr_feature_bound"])
+    cut = (length // stages,) * stages if stages >= 1 and length % stages == 0 else (length,)
+    plan = made(lambda: StagePlan(cut, num_layers, "separate", anchors))
+    ids = config.get("draft_token_ids")
+    draft_ids = None if ids is None else tuple(ids)
+    head = made(lambda: HeadConfig(layer, target.rope, num_layers, anchors, config["vocab_size"], draft_ids))
+    recipes: dict[str, Recipe] = {}
+    if num_layers > len(published.tensors):  # a number out of a file; no table of that length is made
+        problems.append(f"num_spec_layers is {num_layers}, state_dict holds {len(published.tensors)} tensors in all")
+    elif config["hidden_size"] == target.hidden_size:  # otherwise every shape would be a problem
+        recipes = _recipes(target, num_layers, len(anchors), config["draft_vocab_size"])
+        problems += _tensor_problems(published, recipes, layer)
+    if problems or plan is None or head is None:
+        _refuse(origin, problems)
+    used = {value.dtype for value in published.tensors.values()}
+    dtype = _BFLOAT16 if used == {_BFLOAT16} else np.dtype(np.float32)
+    values = {
+        path: recipe.combine([published.tensors[part.key] for part in recipe.parts]).astype(dtype)
+        for path, recipe in recipes.items()
+    }
+    remembered = {key: config[key] for key in REMEMBERED if key in config}
+    return ImportedHead(_module(head, values, dtype), plan, remembered)
+
+
+def to_published(
+    module: SpeculationModule,
+    plan: StagePlan,
+    target: ModelConfig,
+    *,
+    target_name: str,
+    origin: str,
+    remembered: Mapping[str, Any] | None = None,
+    target_rows: np.ndarray | None = None,
+) -> PublishedHead:
+    """A head in the published format, which `from_published` reads back bit by bit; the layout is not written.
+
+    Args:
+        remembered: of an imported head; None for what the release writes by default, with `target_name`.
+        target_rows: `[Vd, D]`, the target head's rows of the draft vocabulary, for a head that stores none of its own.
+
+    Raises:
+        ValueError: everything that the published code cannot do: unequal stages, draft layers other than those it
+            builds, rotary embeddings other than the target's; and what `from_published` refuses.
+    """
+    head, layer = module.config, published_layer(target)
+    problems = [
+        f"draft layers have {field.name} {getattr(head.layer, field.name)}, the published code builds them with "
+        f"{getattr(layer, field.name)} for this target"
+        for field in dataclasses.fields(LayerConfig)
+        if getattr(head.layer, field.name) != getattr(layer, field.name)
+    ]
+    if head.rope != target.rope:
+        problems.append("rotary embeddings are the head's own; the published code always takes the target's")
+    if len(set(plan.stage_layers)) > 1:
+        problems.append(f"stages have {list(plan.stage_layers)} layers; the published code cuts evenly")
+    values = {name: np.asarray(value) for name, value in named_tensors(module).items()}
+    if head.lm_head == "target" and target_rows is None:
+        problems.append("the head borrows the target's rows for its LM head, and they were not given")
+    elif head.lm_head == "target" and target_rows is not None:
+        values["lm_head"] = target_rows.astype(values["projections.0.weight"].dtype)
+    if problems:
+        _refuse(origin, problems)
+    parts: dict[str, np.ndarray] = {}
+    for path, recipe in _recipes(target, head.num_layers, len(head.anchors), head.draft_vocab_size).items():
+        pieces = _split(values[path], len(recipe.parts), layer)
+        parts |= {part.key: np.ascontiguousarray(piece) for part, piece in zip(recipe.parts, pieces, strict=True)}
+    tensors = {name: parts[name] for name in sorted(parts, key=_place)}
+    published = PublishedHead(published_config(head, plan, target_name, remembered), tensors, origin)
+    from_published(published, target, final_anchor="before_norm")  # what could not be read back is not written
+    return published
+
+
+def published_layer(target: ModelConfig) -> LayerConfig:
+    """The draft layer that the published code builds for a target: Qwen3's, with the target's sizes."""
+    return dataclasses.replace(draft_layer_config(target.layer), qk_norm=True, mlp_bias=False)
+
+
+def _refuse(origin: str, problems: Sequence[str]) -> NoReturn:
+    lines = listed(list(dict.fromkeys(problems)), "\n  ")
+    raise ValueError(f"{origin}: cannot be this target's head in the published format:\n  {lines}")
+
+
+def _recipes(target: ModelConfig, num_layers: int, num_types: int, draft_vocab_size: int) -> dict[str, Recipe]:
+    """Path in `SpeculationModule` -> the published tensors that it is made of."""
+    size = target.hidden_size
+    model = dataclasses.replace(target, num_layers=max(num_layers, 0), layer=published_layer(target))
+    recipes = {path: recipe for path, recipe in dense_recipes(model, LAYER_NAMES).items() if path.startswith("layers.")}
+    whole = {f"projections.{i}.weight": (f"aggr_projs.{i}.weight", (size, (i + 1) * size)) for i in range(num_types)}
+    whole["lm_head"] = ("lm_head.weight", (draft_vocab_size, size))
+    return recipes | {path: Recipe(shape, (Part(key, shape),), only_part) for path, (key, shape) in whole.items()}
+
+
+class _Source:
+    """A published head as a `TensorSource`, so that what checks the weights of targets serves here too."""
+
+    def __init__(self, published: PublishedHead):
+        self._tensors, self.origin = published.tensors, published.origin
+        self.shapes: Mapping[str, Shape] = {name: value.shape for name, value in published.tensors.items()}
+        self.dtypes: Mapping[str, str] = {name: str(value.dtype) for name, value in published.tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        return self._tensors[name]
+
+
+def _tensor_problems(published: PublishedHead, recipes: Mapping[str, Recipe], layer: LayerConfig) -> list[str]:
+    source = _Source(published)
+    problems = table_problems(source, recipes, ignored=r"(?!)", tied=False)
+    gated = (2 * layer.num_heads * layer.head_dim, layer.hidden_size)
+    if source.shapes.get(f"spec_layers.0.{LAYER_NAMES.q}.weight") == gated:
+        problems.append("q_proj has twice the rows: gated attention (Qwen3.5), which draft layers here do not have")
+    for name, value in published.tensors.items():
+        if value.dtype not in _DTYPES:
+            problems.append(f"{name} has dtype {value.dtype}, expected {', '.join(map(str, _DTYPES))}")
+            continue
+        try:
+            refuse_non_finite(value, name)
+        except WeightsError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _split(value: np.ndarray, count: int, layer: LayerConfig) -> list[np.ndarray]:
+    """Undo a recipe: rows of one parameter into its `count` parts."""
+    if count < 3:
+        return np.split(value, count)
+    group, tail = layer.num_heads // layer.num_kv_heads, value.shape[1:]
+    by_kv_head = value.reshape(layer.num_kv_heads, group + 2, layer.head_dim, *tail)
+    pieces = by_kv_head[:, :group], by_kv_head[:, group], by_kv_head[:, group + 1]
+    return [piece.reshape(-1, *tail) for piece in pieces]
+
+
+def _place(name: str) -> tuple[int, int, int, str]:
+    """Where a tensor stands in the published order: projections, LM head, then layer by layer."""
+    top, index, rest = [*name.split(".", 2), ""][:3]
+    if top != "spec_layers":
+        return (0, int(index), 0, "") if top == "aggr_projs" else (1, 0, 0, "")
+    module, leaf = rest.rsplit(".", 1)
+    return 2, int(index), _LAYER_ORDER.index(module), leaf.replace("weight", "")
+
+
+def _module(config: HeadConfig, values: Mapping[str, np.ndarray], dtype: Any) -> SpeculationModule:
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: SpeculationModule(config, dtype=dtype, rngs=nnx.Rngs(0))))
+    filled = [
+        (path, variable.replace(jnp.array(values[".".join(map(str, path))])))
+        for path, variable in nnx.to_flat_state(state)
+    ]
+    return nnx.merge(graphdef, nnx.from_flat_state(filled))
