@@ -12,8 +12,8 @@
 | `.jsonl`, `.jsonl.gz` | a record a line; lines end at line feeds only |
 | `package:name/path` | one of these files in an installed package |
 
-Every reader holds one record (or one block of rows) at a time. Rows that the format allows but that are no usable
-conversation come out as `Skipped`; knows nothing of tokens.
+Origins begin with the source as it was given. Every reader holds one record (or one block of rows) at a time. Rows
+that the format allows but that are no usable conversation come out as `Skipped`; knows nothing of tokens.
 """
 
 from __future__ import annotations
@@ -116,11 +116,11 @@ def _rows(source: str | Path, split: str | None, skip_invalid: bool) -> Iterator
     _refuse_split(source, split)
     kind = _kind(path)
     if kind == ".parquet":
-        yield from _parquet_rows(path)
+        yield from _parquet_rows(path, str(source))
         return
     opener = gzip.open if kind.endswith(".gz") else open
     with opener(path, "rb") as file:
-        yield from (_json_lines if kind.startswith(".jsonl") else _json_array)(file, path, skip_invalid)
+        yield from (_json_lines if kind.startswith(".jsonl") else _json_array)(file, str(source), skip_invalid)
 
 
 def _suffix(path: Path) -> str | None:
@@ -169,18 +169,18 @@ def _dataset(source: str | Path, path: Path | None, split: str | None) -> Any:
     return found[chosen]
 
 
-def _parquet_rows(path: Path) -> Iterator[_Row]:
+def _parquet_rows(path: Path, name: str) -> Iterator[_Row]:
     import datasets  # slow to import
 
     try:
         rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
         for number, record in enumerate(rows):
-            yield f"{path}: row {number}", record
+            yield f"{name}: row {number}", record
     except (OSError, ValueError, RuntimeError) as error:
-        raise SourceError(f"{path}: no parquet file that can be read: {error}") from error
+        raise SourceError(f"{name}: no parquet file that can be read: {error}") from error
 
 
-def _json_lines(file: BufferedIOBase, path: Path, skip_invalid: bool) -> Iterator[_Row]:
+def _json_lines(file: BufferedIOBase, name: str, skip_invalid: bool) -> Iterator[_Row]:
     number = 0
     try:
         # A binary file's lines end at b"\n" only; str.splitlines would cut records at U+2028, U+2029 and U+0085.
@@ -189,7 +189,7 @@ def _json_lines(file: BufferedIOBase, path: Path, skip_invalid: bool) -> Iterato
                 line = line.removeprefix(_BOM)
             if not line.strip():
                 continue
-            origin = f"{path}:{number}"
+            origin = f"{name}:{number}"
             try:
                 yield origin, json.loads(line.decode("utf-8"))
             except ValueError as error:  # not UTF-8 or not JSON
@@ -197,28 +197,28 @@ def _json_lines(file: BufferedIOBase, path: Path, skip_invalid: bool) -> Iterato
                     raise SourceError(f"{origin}: {NOT_JSON}: {error}") from error
                 yield Skipped(NOT_JSON, origin)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        yield Skipped(CUT_OFF, f"{path}: after line {number}: {error}")
+        yield Skipped(CUT_OFF, f"{name}: after line {number}: {error}")
 
 
-def _json_array(file: BufferedIOBase, path: Path, skip_invalid: bool) -> Iterator[_Row]:
+def _json_array(file: BufferedIOBase, name: str, skip_invalid: bool) -> Iterator[_Row]:
     number = 0
     try:
-        prefix = _array_prefix(file, path)
+        prefix = _array_prefix(file, name)
         _to_start(file)
         for record in ijson.items(file, prefix, use_float=True):
-            yield f"{path}: record {number}", record
+            yield f"{name}: record {number}", record
             number += 1
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        yield Skipped(CUT_OFF, f"{path}: after {number} whole records: {error}")
+        yield Skipped(CUT_OFF, f"{name}: after {number} whole records: {error}")
     except ijson.JSONError as error:
         found = " ".join(str(error).split())
         if "premature EOF" in found or "Incomplete JSON" in found:
-            yield Skipped(CUT_OFF, f"{path}: after {number} whole records, at byte {file.tell()}")
+            yield Skipped(CUT_OFF, f"{name}: after {number} whole records, at byte {file.tell()}")
         elif skip_invalid:
             # Where the next record would begin cannot be told, so this is the end of the file.
-            yield Skipped(NOT_JSON, f"{path}: record {number} and everything behind it")
+            yield Skipped(NOT_JSON, f"{name}: record {number} and everything behind it")
         else:
-            raise SourceError(f"{path}: record {number}: {NOT_JSON}: {found}") from error
+            raise SourceError(f"{name}: record {number}: {NOT_JSON}: {found}") from error
 
 
 def _to_start(file: BufferedIOBase) -> None:
@@ -227,7 +227,7 @@ def _to_start(file: BufferedIOBase) -> None:
         file.seek(0)
 
 
-def _array_prefix(file: BufferedIOBase, path: Path) -> str:
+def _array_prefix(file: BufferedIOBase, name: str) -> str:
     """ijson's name for the records: those of the file's own array, or of the first array of its object."""
     _to_start(file)
     for prefix, event, _ in ijson.parse(file):
@@ -235,4 +235,4 @@ def _array_prefix(file: BufferedIOBase, path: Path) -> str:
             return f"{prefix}.item" if prefix else "item"
         if not prefix and event not in ("start_map", "map_key"):
             break
-    raise SourceError(f"{path}: expected an array of records, or an object with one array of them")
+    raise SourceError(f"{name}: expected an array of records, or an object with one array of them")
