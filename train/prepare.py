@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     table = Table("", "number", "", box=None, pad_edge=False)
+    table.columns[0].no_wrap = True
     table.columns[1].justify = "right"
     for line in prepared.summary():
         table.add_row(*line)
