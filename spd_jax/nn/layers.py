@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from spd_jax.config.model import LayerConfig
+from spd_jax.nn.product import bfloat16_product
 from spd_jax.nn.rope import RopeTable, apply_rope
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -48,13 +49,20 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... F"]:
         y = project(x, self.weight[...])
-        return y if self.bias is None else y + self.bias[...]
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
 def project(x: Float[Array, "... D"], weight_FD: Float[Array, "F D"], dtype: Any = None) -> Float[Array, "... F"]:
-    """x W^T as one two-dimensional product that contracts the last axis of both (no transpose for XLA to keep)."""
+    """x W^T as one two-dimensional product that contracts the last axis of both (no transpose for XLA to keep).
+
+    The result has `dtype`, else the dtype of x. A bfloat16 weight makes a bfloat16 product with float32 sums, of
+    float32 x too.
+    """
     rows = x.reshape(-1, x.shape[-1])
-    y = jax.lax.dot_general(rows, weight_FD, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    if weight_FD.dtype == jnp.bfloat16:
+        y = bfloat16_product(rows, weight_FD).astype(x.dtype if dtype is None else dtype)
+    else:
+        y = jax.lax.dot_general(rows, weight_FD, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
     return y.reshape(*x.shape[:-1], weight_FD.shape[0])
 
 
@@ -73,7 +81,7 @@ def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -
     """Root mean square norm (arXiv 1910.07467), computed in float32 and returned in the dtype of `x`."""
     x32 = x.astype(jnp.float32)
     y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return weight * y.astype(x.dtype)
+    return weight.astype(x.dtype) * y.astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -89,19 +97,40 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
 
-    def __call__(self, x_BTD: Array, rope: RopeTable, attend: Attend) -> tuple[Array, Any]:
+    def __call__(self, x_BTD: Array, rope: RopeTable, attend: Attend, asking: int | None = None) -> tuple[Array, Any]:
+        """Mixed values of all rows, or of the last `asking` of them; all rows are keys and values."""
         config = self.config
         group = config.num_heads // config.num_kv_heads
         batch, length, _ = x_BTD.shape
         # Grouped by key-value head: [its G query heads, its key, its value] for each of the K heads in turn.
-        qkv = self.qkv(x_BTD).reshape(batch, length, config.num_kv_heads, group + 2, config.head_dim)
-        q_BTKGH, k_BTKH, v_BTKH = qkv[..., :group, :], qkv[..., group, :], qkv[..., group + 1, :]
+        if asking is None:
+            qkv = self.qkv(x_BTD).reshape(batch, length, config.num_kv_heads, group + 2, config.head_dim)
+            q_BTKGH, k_BTKH, v_BTKH = qkv[..., :group, :], qkv[..., group, :], qkv[..., group + 1, :]
+        else:
+            length = asking
+            q_BTKGH = self._part(x_BTD[:, -asking:], slice(group))
+            kv = self._part(x_BTD, slice(group, None))
+            k_BTKH, v_BTKH = kv[..., 0, :], kv[..., 1, :]
         if self.q_norm is not None and self.k_norm is not None:
             q_BTKGH, k_BTKH = self.q_norm(q_BTKGH), self.k_norm(k_BTKH)
-        q_BTKGH = apply_rope(q_BTKGH, rope.cos[:, :, None, None], rope.sin[:, :, None, None])
+        q_rope = rope if asking is None else jax.tree.map(lambda x: x[:, -asking:], rope)
+        q_BTKGH = apply_rope(q_BTKGH, q_rope.cos[:, :, None, None], q_rope.sin[:, :, None, None])
         k_BTKH = apply_rope(k_BTKH, rope.cos[:, :, None], rope.sin[:, :, None])
         mixed, kept = attend(q_BTKGH, k_BTKH, v_BTKH)
         return self.output(mixed.reshape(batch, length, config.num_heads * config.head_dim)), kept
+
+    def _part(self, x_BTD: Array, part: slice) -> Array:
+        """Some of the `group + 2` heads of every key-value head, `[B, T, K, heads, H]`."""
+        config = self.config
+
+        def of(rows: Array) -> Array:
+            grouped = rows.reshape(config.num_kv_heads, -1, config.head_dim, *rows.shape[1:])[:, part]
+            return grouped.reshape(-1, *rows.shape[1:])
+
+        y = project(x_BTD, of(self.qkv.weight[...]))
+        if self.qkv.bias is not None:
+            y = y + of(self.qkv.bias[...]).astype(y.dtype)
+        return y.reshape(*x_BTD.shape[:2], config.num_kv_heads, -1, config.head_dim)
 
 
 class MLP(nnx.Module):
@@ -129,10 +158,11 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x_BTD: Array, rope: RopeTable, attend: Attend) -> tuple[Array, Any]:
+    def __call__(self, x_BTD: Array, rope: RopeTable, attend: Attend, asking: int | None = None) -> tuple[Array, Any]:
+        """The rows after this layer, or only the last `asking` of them where nothing above needs the others."""
         with jax.named_scope("attention"):
-            mixed, kept = self.attention(self.input_norm(x_BTD), rope, attend)
-            x_BTD = x_BTD + mixed
+            mixed, kept = self.attention(self.input_norm(x_BTD), rope, attend, asking)
+            x_BTD = (x_BTD if asking is None else x_BTD[:, -asking:]) + mixed
         with jax.named_scope("mlp"):
             return x_BTD + self.mlp(self.mlp_norm(x_BTD)), kept
 

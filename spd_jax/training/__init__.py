@@ -1,0 +1,1 @@
+"""Training speculation modules: distillation of a frozen target with simulated fill of the pipeline."""
