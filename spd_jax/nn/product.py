@@ -32,20 +32,21 @@ def bfloat16_product(x_MD: Float[Array, "M D"], weight_FD: Float[Array, "F D"]) 
     return _dot(_half(x_MD), _half(weight_FD), (1, 1))
 
 
-def _forward(x_MD: Array, weight_FD: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+def _forward(x_MD: Array, weight_FD: Array) -> tuple[Array, tuple[Array, ...]]:
     x_half, weight_half = _half(x_MD), _half(weight_FD)
-    return _dot(x_half, weight_half, (1, 1)), (x_half, weight_half, jnp.zeros((0,), x_MD.dtype))  # the last: a dtype
+    like = tuple(jnp.zeros((0,), operand.dtype) for operand in (x_MD, weight_FD))  # only their dtypes
+    return _dot(x_half, weight_half, (1, 1)), (x_half, weight_half, *like)
 
 
-def _backward(saved: tuple[Array, Array, Array], g_MF: Array) -> tuple[Array, Array]:
-    x_MD, weight_FD, like_x = saved
+def _backward(saved: tuple[Array, ...], g_MF: Array) -> tuple[Array, Array]:
+    x_MD, weight_FD, like_x, like_weight = saved
     g_MF = _half(g_MF)
     dx_MD = _dot(g_MF, weight_FD, (1, 0)).astype(like_x.dtype)
     if x_MD.shape[1] <= g_MF.shape[1]:  # move the smaller operand
         dw_FD = transposed(_dot(transposed(x_MD), g_MF, (1, 0)))
     else:
         dw_FD = _dot(transposed(g_MF), x_MD, (1, 0))
-    return dx_MD, dw_FD.astype(weight_FD.dtype)
+    return dx_MD, dw_FD.astype(like_weight.dtype)
 
 
 bfloat16_product.defvjp(_forward, _backward)
