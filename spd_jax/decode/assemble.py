@@ -7,11 +7,10 @@ and settles plan, devices and lengths; the decoders then load weights. Knows no 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from spd_jax.config.run import EngineConfig
@@ -27,7 +26,7 @@ from spd_jax.speculation.checkpoint import load_head
 from spd_jax.speculation.manifest import HeadManifest, read_manifest
 from spd_jax.speculation.module import HeadConfig, SpeculationModule, draft_layer_config, head_from_target
 from spd_jax.weights.load import load_decoder, open_target
-from spd_jax.weights.mapping import TargetWeights, config_digest
+from spd_jax.weights.mapping import TargetWeights, TensorMap, config_digest
 from spd_jax.weights.tokenizer import Tokenizer, load_tokenizer
 
 OWN_HEAD = "target"
@@ -150,23 +149,7 @@ class Engine:
             vocab_size=target.vocab_size,
             lm_head="target",
         )
-        return head_from_target(config, target, _Tensors(self.weights))
-
-
-class _Tensors(Mapping[str, np.ndarray]):
-    """The target's tensors by canonical path, read when asked for."""
-
-    def __init__(self, weights: TargetWeights):
-        self._weights = weights
-
-    def __getitem__(self, path: str) -> np.ndarray:
-        return self._weights.tensor(path)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights.paths())
-
-    def __len__(self) -> int:
-        return len(self._weights.paths())
+        return head_from_target(config, target, TensorMap(self.weights))
 
 
 def open_engine(config: EngineConfig) -> Engine:

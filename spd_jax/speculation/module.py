@@ -100,15 +100,22 @@ class SpeculationModule(nnx.Module):
 
 
 def head_from_target(
-    config: HeadConfig, target: ModelConfig, tensors: Mapping[str, np.ndarray], *, seed: int = 0, noise: float = 0.0
+    config: HeadConfig,
+    target: ModelConfig,
+    tensors: Mapping[str, np.ndarray],
+    *,
+    seed: int = 0,
+    noise: float = 0.0,
+    first_layer: int | None = None,
 ) -> SpeculationModule:
     """A head made from the target's own weights, without training.
 
-    Draft layers are copies of the target's last Ls layers; every projection is the identity on the deepest anchor of
-    its type plus `noise` times a normal; the LM head holds the target head's rows of the draft vocabulary.
+    Draft layers are copies of Ls neighbouring layers of the target; every projection is the identity on the deepest
+    anchor of its type plus `noise` times a normal; the LM head holds the target head's rows of the draft vocabulary.
 
     Args:
-        tensors: canonical paths of the target (`layers.{i}....` of its last Ls layers, and `head` or `embedding`).
+        tensors: canonical paths of the target (`layers.{i}....` of the layers copied, and `head` or `embedding`).
+        first_layer: 0-based index of the first layer copied; by default the last Ls are.
 
     Raises:
         ValueError: the head's layers, vocabulary, depth or anchors cannot be those of this target (both values named).
@@ -121,7 +128,10 @@ def head_from_target(
         raise ValueError(f"the head's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}")
     if config.anchors[-1] > target.num_layers:
         raise ValueError(f"anchor {config.anchors[-1]} is beyond the last hidden state index {target.num_layers}")
-    size, first = config.layer.hidden_size, target.num_layers - config.num_layers
+    size, last = config.layer.hidden_size, target.num_layers - config.num_layers
+    first = last if first_layer is None else first_layer
+    if not 0 <= first <= last:
+        raise ValueError(f"{config.num_layers} layers can be copied from layer 0 to {last} on, found {first}")
 
     def value(path: tuple[Any, ...]) -> np.ndarray:
         if path[0] == "projections":

@@ -5,8 +5,10 @@ Knows arrays of documents, not where they come from.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from spd_jax import struct
 
@@ -16,11 +18,11 @@ class Rows:
     """Packed documents, `[B, S]` each: token ids, position in the document, index in the row at which the document
     starts, positions in flight F (1..n), all int32; and whether a position is scored, bool."""
 
-    ids: Array
-    positions: Array
-    low: Array
-    fill: Array
-    scored: Array
+    ids: Any
+    positions: Any
+    low: Any
+    fill: Any
+    scored: Any
 
 
 def document_starts(segments_BS: Int[np.ndarray, "B S"]) -> Int[np.ndarray, "B S"]:

@@ -97,14 +97,14 @@ class Programs:
         )
         self.target = place(target, mesh, self._target_specs)
         self._tables = place(self._vocabulary_tables(), mesh, PartitionSpec())
-        self._start = params
         self.accumulate = jax.jit(self._accumulate, donate_argnums=0)
         self.update = jax.jit(self._update, donate_argnums=0)
         self.figures = jax.jit(self._figures)
 
-    def start(self, params: Any = None) -> TrainState:
-        """The state before the first update, from the module's own parameters or from others."""
-        params = place(self._start if params is None else params, self.mesh, self._params_specs)
+    def start(self, module: SpeculationModule) -> TrainState:
+        """The state before the first update, from a module of the kind that the programs were made for."""
+        params = jax.tree.map(lambda x: x.astype(jnp.float32), nnx.split(module)[1])
+        params = place(params, self.mesh, self._params_specs)
         return TrainState(params, jax.jit(self._optimizer.init)(params), jnp.zeros((), jnp.int32))
 
     def zeros(self, state: TrainState) -> Sums:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -132,3 +132,19 @@ def config_digest(weights: TargetWeights) -> str:
     """sha256 of the target's config: equal for equal configs, whatever file they come from."""
     text = json.dumps(dataclasses.asdict(weights.config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+class TensorMap(Mapping[str, np.ndarray]):
+    """A target's tensors by canonical path, read when asked for."""
+
+    def __init__(self, weights: TargetWeights):
+        self._weights = weights
+
+    def __getitem__(self, path: str) -> np.ndarray:
+        return self._weights.tensor(path)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights.paths())
+
+    def __len__(self) -> int:
+        return len(self._weights.paths())

@@ -1,0 +1,58 @@
+"""Real acceptance during training: an evaluator that decodes a few prompts with the head as trained so far.
+
+The pipeline is loaded once; heads are exchanged in place. Knows decoding and nothing of training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from spd_jax.config.run import EngineConfig
+from spd_jax.decode.assemble import open_engine
+from spd_jax.decode.options import Options
+from spd_jax.evaluation.acceptance import acceptance
+from spd_jax.evaluation.prompts import encode_prompt, read_prompts
+from spd_jax.plan import StagePlan
+from spd_jax.speculation.module import SpeculationModule
+
+
+class Watching(Protocol):
+    """The options of a training run that say what is decoded."""
+
+    target: str
+    decode_prompts: str | None
+    decode_limit: int
+    decode_new_tokens: int
+
+
+def decoding_evaluator(config: Any, plan: StagePlan) -> Callable[[SpeculationModule], Mapping[str, float]]:
+    """Figures `s0` and `alpha`, greedy, pooled over the prompts.
+
+    Args:
+        config: `Watching`.
+        plan: of the heads to come; their anchors and draft layers are its own.
+
+    Raises:
+        OSError: no prompt file.
+        ValueError: prompts that cannot be decoded, or too few devices for the plan.
+    """
+    engine = open_engine(
+        EngineConfig(config.target, plan=plan.stage_layers, layout=plan.layout, num_draft_layers=plan.num_draft_layers)
+    )
+    prompts = [
+        encode_prompt(prompt, engine.tokenizer, chat=True, vocab_size=engine.num_tokens, max_length=engine.max_length)
+        for prompt in read_prompts(config.decode_prompts or "", config.decode_limit)
+    ]
+    options = Options(max_new_tokens=config.decode_new_tokens, eos_ids=engine.weights.config.eos_token_ids)
+    decoders: list[Any] = []
+
+    def evaluate(module: SpeculationModule) -> Mapping[str, float]:
+        old = decoders[0] if decoders else engine.pipeline()
+        decoder = old.with_head(module, dataclasses.replace(plan))
+        decoders[:] = [decoder]
+        found = acceptance(decoder, prompts, options, batch=len(prompts))
+        return {"s0": found.s0, "alpha": found.alpha}
+
+    return evaluate

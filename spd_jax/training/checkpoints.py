@@ -1,0 +1,147 @@
+"""Training states on disk: complete or not there, readable on any number of devices.
+
+Orbax writes a step beside its place and renames it, so a run that is killed while saving finds the step before.
+`RunDirectory` is the folder of a run: `states/` (the last few steps), `best/` and `last/` (heads, as
+`spd_jax.speculation.checkpoint` writes them), `run.json` (what the run is), `log.jsonl` (what it saw).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+RUN_FILE, LOG_FILE, STATES, BEST, LAST = "run.json", "log.jsonl", "states", "best", "last"
+
+
+class RunError(ValueError):
+    """A run folder that cannot be used as asked; the message names it."""
+
+
+class StateStore:
+    """States of one run by step; keeps the newest `keep`."""
+
+    def __init__(self, path: Path, keep: int):
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager(path.resolve(), options=options)
+        self._path = path
+
+    def latest(self) -> int | None:
+        """The newest complete step."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: Any, progress: Mapping[str, Any]) -> None:
+        """Write a state and what the trainer knows about it."""
+        arguments = ocp.args.Composite(
+            state=ocp.args.StandardSave(named_leaves(state)),  # pyright: ignore[reportCallIssue]
+            progress=ocp.args.JsonSave(dict(progress)),  # pyright: ignore[reportCallIssue]
+        )
+        self._manager.save(step, args=arguments)
+        self._manager.wait_until_finished()
+
+    def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+        """A state, placed as `like` is, whatever devices it was saved from; and its progress.
+
+        Raises:
+            RunError: the saved state has other arrays than `like`.
+        """
+        wanted = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            for name, leaf in named_leaves(like).items()
+        }
+        arguments = ocp.args.Composite(
+            state=ocp.args.StandardRestore(wanted),  # pyright: ignore[reportCallIssue]
+            progress=ocp.args.JsonRestore(),  # pyright: ignore[reportCallIssue]
+        )
+        try:
+            found: Any = self._manager.restore(step, args=arguments)
+        except (ValueError, KeyError) as error:
+            raise RunError(f"{self._path}: step {step} does not hold the state of this run: {error}") from error
+        structure = jax.tree.structure(like)
+        return jax.tree.unflatten(structure, [found.state[name] for name in wanted]), dict(found.progress)
+
+    def close(self) -> None:
+        """Wait for what is being written and let go of the folder."""
+        self._manager.close()
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Every array of a tree by its path, in the tree's order."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def open_run(path: Path, spec: Mapping[str, Any], *, overwrite: bool = False) -> bool:
+    """Make the folder of a run, or see that the one there is the same run; says whether it goes on.
+
+    Args:
+        spec: everything that makes a run what it is, as JSON.
+
+    Raises:
+        RunError: the folder holds another run (names what differs), or something that is none.
+    """
+    file = path / RUN_FILE
+    spec = json.loads(json.dumps(spec))
+    if file.is_file() and not overwrite:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        differ = [
+            f"{name} was {found.get(name)!r}, now {spec.get(name)!r}"
+            for name in sorted(found.keys() | spec.keys())
+            if found.get(name) != spec.get(name)
+        ]
+        if differ:
+            raise RunError(
+                f"{path} holds another run: {'; '.join(differ)}. Choose another --out, or --overwrite true to begin "
+                "anew"
+            )
+        return True
+    if path.exists() and any(path.iterdir()):
+        if not file.is_file():
+            raise RunError(f"{path} holds something that is no training run; choose another folder or remove it")
+        _empty(path)
+    path.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(spec, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, file)
+    return False
+
+
+def _empty(path: Path) -> None:
+    """Remove what a run wrote, `run.json` last: until then the folder is known as one."""
+    for name in (STATES, BEST, LAST):
+        shutil.rmtree(path / name, ignore_errors=True)
+    for name in (LOG_FILE, RUN_FILE):
+        (path / name).unlink(missing_ok=True)
+
+
+class Log:
+    """`log.jsonl`: a line an event, each with its step."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def read(self) -> list[dict[str, Any]]:
+        """All whole lines."""
+        if not self._path.is_file():
+            return []
+        lines = self._path.read_bytes().split(b"\n")[:-1]  # what follows the last line feed is cut off
+        return [json.loads(line) for line in lines if line]
+
+    def append(self, event: Mapping[str, Any]) -> None:
+        """Add an event."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dict(event)) + "\n")
+
+    def cut(self, step: int) -> None:
+        """Forget everything after a step: a resumed run will see it again."""
+        kept = [event for event in self.read() if event["step"] <= step]
+        partial = self._path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
+        os.replace(partial, self._path)
