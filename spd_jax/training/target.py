@@ -38,12 +38,14 @@ def whole(parameters: Any) -> Any:
 @struct.dataclass
 class FrozenTarget:
     """Weights of a target: `embedding` and `head` `[V, D]` (None where tied), `final_norm` `[D]`, and for every
-    segment between neighbouring bounds 0 < ... <= L its layers' parameters by name, stacked `[layers, ...]`."""
+    segment between neighbouring bounds 0 < ... <= L its layers' parameters by name, stacked `[layers, ...]`.
 
-    embedding: Array
-    head: Array | None
-    final_norm: Array
-    segments: tuple[dict[str, Array], ...]
+    Arrays of the host until they are placed."""
+
+    embedding: Any
+    head: Any | None
+    final_norm: Any
+    segments: tuple[dict[str, Any], ...]
     config: ModelConfig = struct.static()
     bounds: tuple[int, ...] = struct.static()
 
@@ -86,7 +88,7 @@ def load_frozen_target(
         for start, end in itertools.pairwise(bounds)
     )
     head = None if config.tie_embeddings else read("head")
-    return FrozenTarget(read("embedding"), head, read("final_norm.weight"), segments, config, bounds)  # pyright: ignore[reportArgumentType]
+    return FrozenTarget(read("embedding"), head, read("final_norm.weight"), segments, config, bounds)
 
 
 def target_pass(
