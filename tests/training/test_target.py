@@ -1,0 +1,89 @@
+"""The frozen target of training is the decoder: hidden states at the anchors, logits, and no gradient."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spd_jax.data.packing import make_batch
+from spd_jax.data.prepared import Example
+from spd_jax.models.decoder import Decoder
+from spd_jax.testing.weights import RandomWeights
+from spd_jax.training.rows import Rows
+from spd_jax.training.target import FrozenTarget, load_frozen_target, target_pass
+from spd_jax.weights.load import load_decoder
+from tests.decode.engine import LAYER, model_config
+from tests.tiny import run
+from tests.training.passes import frozen, random_ids, rows_of, whole_rows
+
+
+def taps_and_logits(target: FrozenTarget, rows: Rows, anchors: tuple[int, ...]) -> tuple[list[np.ndarray], np.ndarray]:
+    def both(target: FrozenTarget, rows: Rows) -> Any:
+        taps, last = target_pass(target, rows, anchors, jnp.float32)
+        return taps, target.logits(last)
+
+    return jax.tree.map(np.asarray, jax.jit(both)(target, rows))
+
+
+def decoder_states(decoder: Decoder, ids: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+    def both(model: Decoder, ids: jax.Array) -> Any:
+        hiddens = model.hidden_states(ids)
+        return hiddens, model.logits(hiddens[-1])
+
+    return run(decoder, both, ids)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_taps_and_logits_are_the_decoders(tied: bool):
+    """A08, A09: every anchor, L too, before the final norm; the teacher's logits after it."""
+    anchors = (0, 2, 6, 8)
+    source = RandomWeights(model_config(8, tie_embeddings=tied, layer=LAYER), 3)
+    target, ids = frozen(source, anchors), random_ids(2, 8)
+    taps, logits = taps_and_logits(target, whole_rows(ids, 1), anchors)
+    hiddens, expected = decoder_states(load_decoder(source), ids)
+    assert np.abs(expected).max() > 1
+    for tap, anchor in zip(taps, anchors, strict=True):
+        np.testing.assert_allclose(tap, hiddens[anchor], atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+    assert np.abs(taps[-1] - np.asarray(target.normed(jnp.asarray(taps[-1])))).max() > 0.1
+
+
+def test_documents_of_a_row_are_apart():
+    """N01: hidden states of a document are the same alone and packed behind another."""
+    documents = [Example(random_ids(length, seed=length), np.ones(length, bool)) for length in (7, 4)]
+    packed = make_batch([documents, []], 16)
+    alone = make_batch([documents[:1], documents[1:]], 16)
+    target = frozen(RandomWeights(model_config(3)), (0, 2))
+    compiled = jax.jit(lambda rows: target_pass(target, rows, (0, 2), jnp.float32)[1])
+    together, apart = (np.asarray(compiled(rows_of(batch, 1))) for batch in (packed, alone))
+    np.testing.assert_allclose(together[0, :7], apart[0, :7], atol=1e-5)
+    np.testing.assert_allclose(together[0, 7:11], apart[1, :4], atol=1e-5)
+    assert np.isfinite(together).all()
+
+
+def test_no_gradient_reaches_the_target():
+    """O02: the teacher keeps no graph."""
+    target, rows = frozen(RandomWeights(model_config(3)), (0, 2)), whole_rows(random_ids(1, 6), 1)
+
+    def total(target: FrozenTarget, rows: Rows) -> jax.Array:
+        taps, last = target_pass(target, rows, (0, 2), jnp.float32)
+        return sum(jnp.sum(jnp.square(x)) for x in (*taps, last))
+
+    for gradient in jax.tree.leaves(jax.jit(jax.grad(total))(target, rows)):
+        assert not np.asarray(gradient).any()
+
+
+def test_loading_tells_how_far_it_is():
+    seen: list[tuple[int, int, str]] = []
+    target = load_frozen_target(
+        RandomWeights(model_config(3)), (0, 2), jnp.bfloat16, lambda done, total, name: seen.append((done, total, name))
+    )
+    assert target.bounds == (0, 2, 3)
+    assert [segment["mlp.down.weight"].shape[0] for segment in target.segments] == [2, 1]
+    assert {leaf.dtype for leaf in jax.tree.leaves(target)} == {jnp.dtype(jnp.bfloat16)}
+    dones = [done for done, _, _ in seen]
+    assert dones == sorted(dones)
+    assert 0 < dones[0] <= dones[-1] <= seen[-1][1]
+    assert dones[-1] > 0.9 * seen[-1][1]
