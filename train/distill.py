@@ -8,6 +8,7 @@ if it could not be done, 3 if a loss was not finite.
 
 from __future__ import annotations
 
+import os
 import sys
 
 from rich.console import Console
@@ -21,27 +22,22 @@ from spd_jax.training.distill import open_distillation
 from spd_jax.training.report import Reporter
 from spd_jax.training.trainer import NotFinite
 
+# A simulated device that is late to an exchange waits for a busy core; it is not stuck, as XLA would soon suppose.
+PATIENCE = [f"--xla_cpu_collective_call_{w}_timeout_seconds={s}" for w, s in (("warn_stuck", 300), ("terminate", 900))]
+COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}")
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run; returns the exit code."""
     try:
         config = parse_command_line(DistillConfig, arguments, __doc__ or "")
+        os.environ["XLA_FLAGS"] = " ".join([*PATIENCE, os.environ.get("XLA_FLAGS", "")])
         keep_freed_memory()
         run = open_distillation(config)
         print(run.describe(), flush=True)
-        evaluator = decoding_evaluator(config, run.plan) if config.decode_every else None
-        trainer = run.trainer(evaluator)
-        console = Console(stderr=True)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
-        )
-        with (
-            Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars,
-            Reporter(run) as out,
-        ):
+        trainer = run.trainer(decoding_evaluator(config, run.plan) if config.decode_every else None)
+        console = Console(stderr=True, quiet=not sys.stderr.isatty())
+        with Progress(*COLUMNS, console=console, transient=True) as bars, Reporter(run) as out:
             task = bars.add_task("steps", total=trainer.pace.total_steps, completed=int(trainer.state.step), status="")
             for event in trainer.run():
                 line = out.line(event)
