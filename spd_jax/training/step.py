@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from spd_jax import struct
@@ -58,16 +58,16 @@ class TrainState:
 
     params: Any
     optimizer: Any
-    step: Array
+    step: Any
 
 
 @struct.dataclass
 class Sums:
-    """Gradients and figures, added up over micro-batches."""
+    """Gradients and figures, added up over micro-batches; their specs take the same form."""
 
     gradients: Any
-    total: Array
-    figures: Figures
+    total: Any
+    figures: Any
 
 
 class Programs:
@@ -89,7 +89,7 @@ class Programs:
         newest = options.score_types == "newest"
         deeper = () if newest else (options.deeper_weight,) * (self.staircase.num_blocks - 1)
         self.type_weights = (*deeper, 1.0)
-        self._optimizer = optimizer
+        self._optimizer, self._placement = optimizer, placement
         self._graphdef, params = nnx.split(module)
         self._params_specs = specs_of(params, mesh, placement)
         self._target_specs = struct.replace(
@@ -105,7 +105,12 @@ class Programs:
         """The state before the first update, from a module of the kind that the programs were made for."""
         params = jax.tree.map(lambda x: x.astype(jnp.float32), nnx.split(module)[1])
         params = place(params, self.mesh, self._params_specs)
-        return TrainState(params, jax.jit(self._optimizer.init)(params), jnp.zeros((), jnp.int32))
+        specs = specs_of(jax.eval_shape(self._optimizer.init, params), self.mesh, self._placement)
+        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+        # Its zeros depend on nothing, so by default they would all lie on the first device, and a state that is read
+        # back is put where this one lies.
+        optimizer = jax.jit(self._optimizer.init, out_shardings=shardings)(params)
+        return TrainState(params, optimizer, place(jnp.zeros((), jnp.int32), self.mesh, PartitionSpec()))
 
     def zeros(self, state: TrainState) -> Sums:
         """Sums of nothing."""
