@@ -6,6 +6,7 @@ The same layers, attention, sampling and bookkeeping as the pipelined decoder, o
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from spd_jax import struct
+from spd_jax.cache.rows import grow_rows, write_rows
 from spd_jax.decode.batch import Batch, bucket, make_batch
 from spd_jax.decode.options import Generation, Options, Piece
 from spd_jax.decode.sampling import (
@@ -65,6 +67,11 @@ class AutoregressiveDecoder:
     Args:
         decoder: the model; it is split once, its arrays are passed to every program.
         num_tokens: ids from here on are padding and never emitted.
+        capacity_step: caches have room for a multiple of so many positions (default: a power of two from 256). Smaller
+            steps read less, which pays for large batches, and compile more often.
+        activations: number format of hidden states and caches (default: the weights'). On CPUs with matrix units
+            bfloat16 weights with float32 activations are the fastest for large batches: products are bfloat16 ones,
+            and everything else stays in the format that XLA's CPU backend knows.
     """
 
     def __init__(
@@ -75,12 +82,15 @@ class AutoregressiveDecoder:
         steps_per_dispatch: int = 16,
         prefill_chunk: int = 128,
         num_tokens: int | None = None,
+        activations: Any = None,
+        capacity_step: int | None = None,
     ):
         self.config = decoder.config
         self.max_length = decoder.config.max_position if max_length is None else max_length
         self.steps_per_dispatch, self.prefill_chunk = steps_per_dispatch, prefill_chunk
+        self._capacity_step = capacity_step
         self._num_tokens = self.config.vocab_size if num_tokens is None else num_tokens
-        self._dtype = decoder.embedding[...].dtype
+        self._dtype = jnp.dtype(decoder.embedding[...].dtype if activations is None else activations)
         self._graphdef, self.weights = nnx.split(decoder)
         self._programs: dict[Any, Any] = {}
         self._warm: set[tuple[Any, ...]] = set()
@@ -111,7 +121,7 @@ class AutoregressiveDecoder:
         yield from pieces
         start, step = time.perf_counter(), 0
         while batch.active.any():
-            needed = bucket(batch.longest() + self.steps_per_dispatch)
+            needed = self._capacity(batch.longest() + self.steps_per_dispatch)
             if needed > state.v[0].shape[2]:
                 state = grow(state, needed)
             state = struct.replace(state, active=jnp.asarray(batch.active))
@@ -129,7 +139,7 @@ class AutoregressiveDecoder:
             prompts, dataclasses.replace(options, forced_drafts=None), self.config.vocab_size, self.max_length
         )
         longest = int((batch.lengths + batch.limits).max()) - 1
-        arrays, last = self.prompt_arrays(batch), bucket(longest + self.steps_per_dispatch)
+        arrays, last = self.prompt_arrays(batch), self._capacity(longest + self.steps_per_dispatch)
         key = (options.sampling.mode, options.log_probs, batch.size, arrays[-4].shape, last, batch.eos_ids.shape)
         if key in self._warm or not batch.active.any():
             return
@@ -143,7 +153,7 @@ class AutoregressiveDecoder:
             capacity = state.v[0].shape[2]
             if capacity >= last:
                 break
-            state = grow(state, 2 * capacity)
+            state = grow(state, self._capacity(capacity + 1))
         self._warm.add(key)
 
     def request(self, batch: Batch) -> StepRequest:
@@ -156,7 +166,7 @@ class AutoregressiveDecoder:
         """What a prefill takes after weights and request: empty caches, padded ids, lengths, limits, seeds."""
         longest = int(batch.lengths.max())
         padded = -(-longest // self.prefill_chunk) * self.prefill_chunk
-        capacity = bucket(max(padded, longest + 1 + self.steps_per_dispatch))
+        capacity = self._capacity(max(padded, longest + 1 + self.steps_per_dispatch))
         front, size = (batch.size, self.config.layer.num_kv_heads), self.config.layer.head_dim
         shapes = [(*front, size, capacity)] * self.config.num_layers + [
             (*front, capacity, size)
@@ -165,11 +175,18 @@ class AutoregressiveDecoder:
         arrays = (batch.padded_ids(capacity), batch.lengths, batch.limits, batch.seeds())
         return caches, *map(jnp.asarray, arrays)
 
+    def _capacity(self, length: int) -> int:
+        """Positions of a cache that holds `length`."""
+        step = self._capacity_step
+        return bucket(length) if step is None else -(-length // step) * step
+
     def compiled(self, mode: SamplingMode, with_log_probs: bool) -> tuple[Any, Any, Any]:
         """The compiled prefill, dispatch and cache growth."""
         key = (mode, with_log_probs)
         if key not in self._programs:
-            body = _Programs(self._graphdef, mode, with_log_probs, self.steps_per_dispatch, self.prefill_chunk)
+            body = _Programs(
+                self._graphdef, mode, with_log_probs, self.steps_per_dispatch, self.prefill_chunk, self._dtype
+            )
             self._programs[key] = (
                 jax.jit(body.prefill, donate_argnums=2),
                 jax.jit(body.dispatch, donate_argnums=2),
@@ -187,6 +204,7 @@ class _Programs:
     with_log_probs: bool
     steps: int
     chunk: int
+    dtype: Any
 
     def choose(self, logits: Array, request: StepRequest, position: Array, keys: Array) -> tuple[Array, Array]:
         """The next token of every sequence and its log-probability (zeros if not asked for)."""
@@ -194,9 +212,15 @@ class _Programs:
         logits = jnp.where(request.allowed, logits, -jnp.inf)
         scores = logits
         if not self.mode.greedy:
-            filtered = log_probs(logits, ids, self.mode, request.numbers)
-            scores = filtered + gumbel(keys, position, TARGET, ids)
-        _, token = best(scores, ids)
+            scores = log_probs(logits, ids, self.mode, request.numbers)
+            if self.mode.top_k:  # numbers only for ids that can win: those of a whole vocabulary cost more than a step
+                _, ids = jax.lax.top_k(logits / request.numbers.temperature, min(self.mode.top_k, logits.shape[-1]))
+                scores = jnp.take_along_axis(scores, ids, axis=-1)
+            scores = scores + gumbel(keys, position, TARGET, ids)
+        if ids.ndim == 1:
+            _, token = best(scores, ids)
+        else:
+            token = jnp.take_along_axis(ids, jnp.argmax(scores, axis=-1)[:, None], axis=-1)[:, 0]
         if not self.with_log_probs:
             return token, jnp.zeros(token.shape, jnp.float32)
         at = jnp.take_along_axis(logits, token[:, None], axis=-1)
@@ -213,7 +237,7 @@ class _Programs:
         batch, length = ids_BT.shape
         positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)
         mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (batch, length, length))
-        block = PREFILL_BLOCK if length > 1 else None
+        block = math.gcd(PREFILL_BLOCK, v[0].shape[2]) if length > 1 else None
 
         def attend(layer: int) -> Attend:
             def over(q: Array, new_k: Array, new_v: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -225,7 +249,7 @@ class _Programs:
 
         def compute() -> tuple[Array, list[tuple[Array, Array]]]:
             rope = rope_table(model.config.rope, model.config.layer.head_dim, positions)
-            x_BTD = model.embedding[...][ids_BT]
+            x_BTD = model.embedding[...][ids_BT].astype(self.dtype)
             hiddens, kept = run_layers(model.layers, x_BTD, rope, [attend(i) for i in range(len(model.layers))])
             return hiddens[-1], kept
 
@@ -233,11 +257,8 @@ class _Programs:
             return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(compute))
 
         hidden, kept = jax.lax.cond(running, compute, nothing)
-        written = [
-            _write_rows(old_k, old_v, new_k, new_v, start)
-            for old_k, old_v, (new_k, new_v) in zip(k, v, kept, strict=True)
-        ]
-        return hidden, tuple(layer_k for layer_k, _ in written), tuple(layer_v for _, layer_v in written)
+        new_k, new_v = tuple(layer_k for layer_k, _ in kept), tuple(layer_v for _, layer_v in kept)
+        return hidden, *write_rows(k, v, new_k, new_v, start)
 
     def prefill(
         self,
@@ -264,7 +285,7 @@ class _Programs:
             return k, v, jnp.where(((inside >= 0) & (inside < self.chunk))[:, None], picked, final)
 
         count = (jnp.max(lengths) + self.chunk - 1) // self.chunk
-        final = jnp.zeros((batch, size), model.embedding[...].dtype)
+        final = jnp.zeros((batch, size), self.dtype)
         k, v, final = jax.lax.fori_loop(0, count, body, (caches[:half], caches[half:], final))
         keys = row_keys(seeds)
         token, log_prob = self.choose(model.logits(final), request, lengths, keys)
@@ -314,18 +335,6 @@ class _Programs:
         return state, log
 
 
-def _write_rows(k: Array, v: Array, new_k: Array, new_v: Array, start_B: Array) -> tuple[Array, Array]:
-    """Put rows (keys `[B, K, H, T]`, values `[B, K, T, H]`) at each sequence's start."""
-    for b in range(k.shape[0]):  # unrolled: a batched update would become a scatter
-        k = jax.lax.dynamic_update_slice(k, new_k[b : b + 1], (b, 0, 0, start_B[b]))
-        v = jax.lax.dynamic_update_slice(v, new_v[b : b + 1], (b, 0, start_B[b], 0))
-    return k, v
-
-
 def _grow(state: StepState, capacity: int) -> StepState:
-    room = (0, capacity - state.v[0].shape[2])
-    return struct.replace(
-        state,
-        k=tuple(jnp.pad(x, ((0, 0), (0, 0), (0, 0), room)) for x in state.k),
-        v=tuple(jnp.pad(x, ((0, 0), (0, 0), room, (0, 0))) for x in state.v),
-    )
+    k, v = grow_rows(state.k, state.v, capacity)
+    return struct.replace(state, k=k, v=v)

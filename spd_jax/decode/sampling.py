@@ -143,9 +143,13 @@ def log_normaliser(logits: Float[Array, "... V"], gather: Gather = one_device) -
 
 
 def best(scores: Float[Array, "... V"], ids: Int[Array, " V"]) -> tuple[Array, Array]:
-    """Largest score of this rank and its id; the lowest id wins ties."""
-    where = jnp.argmax(scores, axis=-1)
-    return jnp.max(scores, axis=-1), ids[where]
+    """Largest score of this rank and its id; the lowest id wins ties, a NaN wins over numbers."""
+    top = jnp.max(scores, axis=-1)
+    # argmax in two passes that XLA's CPU backend vectorises; its own argmax is a scalar loop, 2.5 times slower.
+    numbers = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    wins = (scores == top[..., None]) | jnp.isnan(scores)
+    where = jnp.min(jnp.where(wins, numbers, jnp.iinfo(jnp.int32).max), axis=-1)
+    return top, ids[where]
 
 
 def best_of_ranks(values_R: Float[Array, "R ..."], ids_R: Int[Array, "R ..."]) -> tuple[Array, Array]:
@@ -170,10 +174,13 @@ def uniform(keys_B: Array, positions_B: Int[Array, " B"], purpose: int) -> Float
     return jax.vmap(jax.random.uniform)(_keys(keys_B, positions_B, purpose))
 
 
-def gumbel(keys_B: Array, positions_B: Int[Array, " B"], purpose: int, ids: Int[Array, " V"]) -> Float[Array, "B V"]:
-    """Standard Gumbel numbers for the ids of this rank: argmax(log p + gumbel) is a draw from p."""
+def gumbel(
+    keys_B: Array, positions_B: Int[Array, " B"], purpose: int, ids: Int[Array, " V"] | Int[Array, "B V"]
+) -> Float[Array, "B V"]:
+    """Standard Gumbel numbers for these ids, or for each sequence's own: argmax(log p + gumbel) is a draw from p."""
 
     def of_id(key: Array, token: Array) -> Array:
         return jax.random.gumbel(jax.random.fold_in(key, token))
 
-    return jax.vmap(jax.vmap(of_id, (None, 0)), (0, None))(_keys(keys_B, positions_B, purpose), ids)
+    of_row = jax.vmap(jax.vmap(of_id, (None, 0)), (0, None if ids.ndim == 1 else 0))
+    return of_row(_keys(keys_B, positions_B, purpose), ids)
