@@ -89,7 +89,8 @@ class Programs:
         newest = options.score_types == "newest"
         deeper = () if newest else (options.deeper_weight,) * (self.staircase.num_blocks - 1)
         self.type_weights = (*deeper, 1.0)
-        self._optimizer, self._placement = optimizer, placement
+        self._optimizer = optimizer
+        self._placement: Placement = placement
         self._graphdef, params = nnx.split(module)
         self._params_specs = specs_of(params, mesh, placement)
         self._target_specs = struct.replace(
@@ -103,7 +104,8 @@ class Programs:
 
     def start(self, module: SpeculationModule) -> TrainState:
         """The state before the first update, from a module of the kind that the programs were made for."""
-        params = jax.tree.map(lambda x: x.astype(jnp.float32), nnx.split(module)[1])
+        # Copies: the first update takes the memory of its state, and the module is its owner's.
+        params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), nnx.split(module)[1])
         params = place(params, self.mesh, self._params_specs)
         specs = specs_of(jax.eval_shape(self._optimizer.init, params), self.mesh, self._placement)
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
