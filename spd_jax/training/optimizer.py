@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
+import jax
 import optax
 
 OptimizerName = Literal["adamw", "muon"]
@@ -20,8 +22,7 @@ class OptimizerOptions:
     """What `make_optimizer` makes.
 
     `final_rate` is the share of `learning_rate` at the last step. `clip`: largest norm of all gradients together, none
-    if null. With muon, `learning_rate` is that of Muon (matrices) and `vector_rate` that of Adam (all else, default
-    the same).
+    if null. With muon, matrices are Muon's and all else is Adam's, at the same rate.
     """
 
     name: OptimizerName = "adamw"
@@ -35,16 +36,23 @@ class OptimizerOptions:
     b2: float = 0.999
 
     def __post_init__(self) -> None:
-        rates = {"learning_rate": self.learning_rate, "clip": 1.0 if self.clip is None else self.clip}
-        wrong = [f"{name} {value}" for name, value in rates.items() if not (math.isfinite(value) and value > 0)]
-        if wrong:
-            raise ValueError(f"must be above 0: found {', '.join(wrong)}")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be at least 0, found {self.warmup_steps}")
+        positive, share = (lambda x: 0 < x < math.inf), (lambda x: 0 <= x < 1)
+        rules: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
+            ("learning_rate clip", "be above 0", positive),
+            ("warmup_steps weight_decay", "be at least 0", lambda x: 0 <= x < math.inf),
+            ("final_rate", "lie in [0, 1]", lambda x: 0 <= x <= 1),
+            ("b1 b2", "lie in [0, 1)", share),
+        )
+        for names, rule, holds in rules:
+            for name in names.split():
+                value = getattr(self, name)
+                if value is not None and not holds(value):
+                    raise ValueError(f"{name} must {rule}, found {value}")
 
 
 def learning_rate(options: OptimizerOptions, total_steps: int) -> optax.Schedule:
-    """The rate at every step: a linear rise over `warmup_steps`, then the schedule down to the last step."""
+    """The rate of every step, from 0: a linear rise over `warmup_steps`, then the schedule, which reaches its end after
+    the last step."""
     peak, low = options.learning_rate, options.learning_rate * options.final_rate
     rest = max(total_steps - options.warmup_steps, 1)
     if options.schedule == "linear":
@@ -69,4 +77,10 @@ def make_optimizer(options: OptimizerOptions, total_steps: int) -> optax.Gradien
         steps = optax.contrib.muon(
             rate, adam_b1=options.b1, adam_b2=options.b2, weight_decay=options.weight_decay, consistent_rms=0.2
         )
-    return steps if options.clip is None else optax.chain(optax.clip_by_global_norm(options.clip), steps)
+    whole = steps if options.clip is None else optax.chain(optax.clip_by_global_norm(options.clip), steps)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer powers
+            return whole.update(updates, state, params)
+
+    return optax.GradientTransformation(whole.init, update)
