@@ -66,9 +66,9 @@ def draw_curves(log: Sequence[Line], title: str, *, dots_per_inch: int = 110) ->
 
 def _tokens_by_step(log: Sequence[Line]) -> dict[int, float]:
     """Supervised tokens seen after every step of the log, those of earlier runs included."""
-    found = {line["step"]: line["supervised"] + line["earlier_supervised"] for line in log if line["kind"] == "step"}
-    first = next((line for line in log if line["kind"] == "step"), None)
-    return {0: first["earlier_supervised"] if first else 0, **found}
+    steps = [line for line in log if line["kind"] == "step"]
+    found = {line["step"]: float(line["supervised"] + line["earlier_supervised"]) for line in steps}
+    return {0: float(steps[0]["earlier_supervised"]) if steps else 0.0, **found}
 
 
 def _evaluations(

@@ -57,7 +57,7 @@ class Distillation:
     data: Mixture
     held_out: Mixture
     coverage: float
-    earlier: Mapping[str, float]
+    earlier: Mapping[str, int]
     resumes: bool
 
     @property
@@ -237,7 +237,7 @@ def open_distillation(config: DistillConfig) -> Distillation:
 
 def _head(
     config: DistillConfig, weights: TargetWeights, tokenizer: Tokenizer, data: Mixture
-) -> tuple[StagePlan, HeadConfig, float, dict[str, float]]:
+) -> tuple[StagePlan, HeadConfig, float, dict[str, int]]:
     """Plan and head of a run, coverage of its draft vocabulary, and tokens that the head has seen before."""
     target = weights.config
     if config.head != "target":

@@ -22,6 +22,7 @@ from spd_jax.training.loss import Figures
 from spd_jax.training.rows import Rows, document_starts, draw_fill
 from spd_jax.training.step import Programs, TrainState
 
+Number = int | float
 Evaluator = Callable[[SpeculationModule], Mapping[str, float]]
 """Decodes with a module; its figures must have `s0`."""
 EventKind = Literal["step", "evaluation", "decoding", "save"]
@@ -40,7 +41,7 @@ class Event:
 
     kind: EventKind
     step: int
-    values: Mapping[str, float]
+    values: Mapping[str, Number]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Trainer:
         save_head: SaveHead,
         rate: Callable[[int], Any],
         evaluator: Evaluator | None = None,
-        earlier: Mapping[str, float] | None = None,
+        earlier: Mapping[str, int] | None = None,
     ):
         self.programs, self.pace, self.log = programs, pace, log
         self._stream, self._held_out, self._seed, self._store = stream, held_out, seed, store
@@ -116,7 +117,7 @@ class Trainer:
             yield from self._look(step + 1)
             clock += time.perf_counter() - looking  # tokens/s and ETA are those of training alone
 
-    def _step(self, step: int) -> dict[str, float]:
+    def _step(self, step: int) -> dict[str, Number]:
         sums = self.programs.zeros(self.state)
         for index in range(step * self.pace.accumulate, (step + 1) * self.pace.accumulate):
             batch = self._stream.batch_at(index)
@@ -186,12 +187,12 @@ class Trainer:
     def _training(self, step: int, found: Mapping[str, float]) -> dict[str, Any]:
         return {"step": step, **self._counts, "held_out": {name: round(value, 5) for name, value in found.items()}}
 
-    def _event(self, kind: EventKind, step: int, values: Mapping[str, float]) -> Event:
+    def _event(self, kind: EventKind, step: int, values: Mapping[str, Number]) -> Event:
         self.log.append({"step": step, "kind": kind, **{k: _short(v) for k, v in values.items()}})
         return Event(kind, step, dict(values))
 
 
-def _short(value: float) -> float:
+def _short(value: Number) -> Number:
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
@@ -207,7 +208,7 @@ def rates(figures: Figures, num_stages: int) -> dict[str, float]:
 
     `top1`: drafts that greedy verification would accept; `acceptance`: sum min(p, q), what sampling at temperature 1
     would; `coverage`: positions whose likeliest token is in the draft vocabulary; `projected_s0`: from `top1`, with all
-    of the pipeline in flight. `draft_loss` is over covered positions. `type<i>_top1`: of the deeper blocks, richest
+    of the pipeline in flight. `draft_loss` is over covered positions. `block<i>_top1`: of the deeper blocks, richest
     first, where they are scored.
     """
     count, covered = max(float(figures.count), 1.0), max(float(figures.covered), 1.0)
