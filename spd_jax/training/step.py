@@ -205,15 +205,16 @@ class Programs:
         return self._mapped(body, PartitionSpec())(params, target, tables, rows)
 
     def _update(self, state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, Array]]:
-        """The next state and loss, gradient norm; with a gradient that is not finite the state stays as it was."""
+        """The next state, and norms; if loss, gradient or update are not finite, the state stays as it was."""
         count = jnp.maximum(sums.figures.covered, 1.0) * jnp.float32(sum(self.type_weights))
         gradients = jax.tree.map(lambda g: g / count, sums.gradients)
         norm = optax.global_norm(gradients)
         updates, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
         new = TrainState(optax.apply_updates(state.params, updates), optimizer, state.step + 1)
-        finite = jnp.isfinite(norm) & jnp.isfinite(sums.total)
+        found = {"loss": sums.total / count, "gradient_norm": norm, "update_norm": optax.global_norm(updates)}
+        finite = jnp.all(jnp.isfinite(jnp.stack(list(found.values()))))
         state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
-        return state, {"loss": sums.total / count, "gradient_norm": norm, "finite": finite}
+        return state, {**found, "finite": finite}
 
     def gradient_step(self, sums: Sums, state: TrainState, rows: Rows) -> Sums:
         """Add the gradients of one micro-batch (on the host or placed) to `sums`, which is consumed."""
