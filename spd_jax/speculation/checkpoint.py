@@ -163,6 +163,29 @@ def load_head(
     if str(dtype) not in STORED_DTYPES:
         raise ValueError(f"{path}: a head can be loaded as {list(STORED_DTYPES)}, found dtype {dtype}")
     manifest = read_manifest(path)
+    refuse_other_target(
+        path,
+        manifest,
+        target_config=target_config,
+        target_digest=target_digest,
+        tokenizer_digest=tokenizer_digest,
+    )
+    return _read_module(path / TENSOR_FILE, manifest.head, manifest.dtype, dtype), manifest
+
+
+def refuse_other_target(
+    path: str | os.PathLike[str],
+    manifest: HeadManifest,
+    *,
+    target_config: ModelConfig,
+    target_digest: str,
+    tokenizer_digest: str | None,
+) -> None:
+    """Raise when a head is not one for this target; `path` is for the message.
+
+    Raises:
+        ValueError: everything that differs, what was found and what was expected.
+    """
     head, plan = manifest.head, manifest.plan
     pairs = [
         ("digest of the target's config", manifest.target_digest, target_digest),
@@ -177,7 +200,6 @@ def load_head(
         raise ValueError(
             f"{path}: this head was made for {manifest.target_name!r}, not for this target: found " + "; ".join(differ)
         )
-    return _read_module(path / TENSOR_FILE, head, manifest.dtype, dtype), manifest
 
 
 def _check_finite(path: Path, name: str, value: np.ndarray) -> None:

@@ -99,6 +99,27 @@ class SpeculationModule(nnx.Module):
         return self.projections[len(taps) - 1](jnp.concatenate(list(taps), axis=-1))
 
 
+def first_copied_layer(config: HeadConfig, target: ModelConfig, first_layer: int | None = None) -> int:
+    """The 0-based target layer that a head's first draft layer is a copy of; by default the last Ls are copied.
+
+    Raises:
+        ValueError: the head's layers, vocabulary, depth or anchors cannot be those of this target (both values named).
+    """
+    if config.layer != target.layer:
+        raise ValueError(f"draft layers {config.layer} cannot be copied from target layers {target.layer}")
+    if config.num_layers > target.num_layers:
+        raise ValueError(f"{config.num_layers} draft layers cannot be copied from {target.num_layers} target layers")
+    if config.vocab_size != target.vocab_size:
+        raise ValueError(f"the head's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}")
+    if config.anchors[-1] > target.num_layers:
+        raise ValueError(f"anchor {config.anchors[-1]} is beyond the last hidden state index {target.num_layers}")
+    last = target.num_layers - config.num_layers
+    first = last if first_layer is None else first_layer
+    if not 0 <= first <= last:
+        raise ValueError(f"{config.num_layers} layers can be copied from layer 0 to {last} on, found {first}")
+    return first
+
+
 def head_from_target(
     config: HeadConfig,
     target: ModelConfig,
@@ -115,23 +136,12 @@ def head_from_target(
 
     Args:
         tensors: canonical paths of the target (`layers.{i}....` of the layers copied, and `head` or `embedding`).
-        first_layer: 0-based index of the first layer copied; by default the last Ls are.
+        first_layer: as in `first_copied_layer`.
 
     Raises:
-        ValueError: the head's layers, vocabulary, depth or anchors cannot be those of this target (both values named).
+        ValueError: as `first_copied_layer`.
     """
-    if config.layer != target.layer:
-        raise ValueError(f"draft layers {config.layer} cannot be copied from target layers {target.layer}")
-    if config.num_layers > target.num_layers:
-        raise ValueError(f"{config.num_layers} draft layers cannot be copied from {target.num_layers} target layers")
-    if config.vocab_size != target.vocab_size:
-        raise ValueError(f"the head's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}")
-    if config.anchors[-1] > target.num_layers:
-        raise ValueError(f"anchor {config.anchors[-1]} is beyond the last hidden state index {target.num_layers}")
-    size, last = config.layer.hidden_size, target.num_layers - config.num_layers
-    first = last if first_layer is None else first_layer
-    if not 0 <= first <= last:
-        raise ValueError(f"{config.num_layers} layers can be copied from layer 0 to {last} on, found {first}")
+    size, first = config.layer.hidden_size, first_copied_layer(config, target, first_layer)
 
     def value(path: tuple[Any, ...]) -> np.ndarray:
         if path[0] == "projections":
