@@ -36,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         run = open_distillation(config)
         print(run.describe(), flush=True)
         trainer = run.trainer(decoding_evaluator(config, run.plan) if config.decode_every else None)
+        print(trainer.describe(), flush=True)
         console = Console(stderr=True, quiet=not sys.stderr.isatty())
         with Progress(*COLUMNS, console=console, transient=True) as bars, Reporter(run) as out:
             task = bars.add_task("steps", total=trainer.pace.total_steps, completed=int(trainer.state.step), status="")

@@ -1,12 +1,14 @@
 """Training states on disk: complete or not there, readable on any number of devices.
 
 Orbax writes a step beside its place and renames it, so a run that is killed while saving finds the step before.
-`RunDirectory` is the folder of a run: `states/` (the last few steps), `best/` and `last/` (heads, as
-`spd_jax.speculation.checkpoint` writes them), `run.json` (what the run is), `log.jsonl` (what it saw).
+The folder of a run holds `states/` (the last few steps), `best/` and `last/` (heads, as
+`spd_jax.speculation.checkpoint` writes them), `run.json` (what the run is), `log.jsonl` (what it saw), and pictures of
+that. Knows arrays by name, nothing of what they are.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -17,11 +19,24 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-RUN_FILE, LOG_FILE, STATES, BEST, LAST = "run.json", "log.jsonl", "states", "best", "last"
+RUN_FILE, LOG_FILE, CURVES = "run.json", "log.jsonl", "curves.png"
+STATES, BEST, LAST, BOARD = "states", "best", "last", "tensorboard"
+_MARKS = {"target_digest", "data_digests"}  # every run.json says these
 
 
 class RunError(ValueError):
     """A run folder that cannot be used as asked; the message names it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A state that was read back, with what the trainer knew about it; `damaged` are newer steps that were not readable
+    and have been removed."""
+
+    step: int
+    state: Any
+    progress: dict[str, Any]
+    damaged: tuple[int, ...] = ()
 
 
 class StateStore:
@@ -45,12 +60,31 @@ class StateStore:
         self._manager.save(step, args=arguments)
         self._manager.wait_until_finished()
 
-    def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """A state, placed as `like` is, whatever devices it was saved from; and its progress.
+    def restore_newest(self, like: Any) -> Restored | None:
+        """The newest state that can be read, placed as `like` is, whatever devices it was saved from.
+
+        Files can be damaged after they were written whole. Newer steps than the one that is read are removed, but not
+        before: if none can be read, it is not the files that are at fault.
 
         Raises:
-            RunError: the saved state has other arrays than `like`.
+            RunError: there are states, and none of them holds the arrays of `like`.
         """
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        errors = []
+        for index, step in enumerate(steps):
+            try:
+                state, progress = self._restore(step, like)
+            except RunError as error:
+                errors.append(error)
+                continue
+            for damaged in steps[:index]:
+                self._manager.delete(damaged)
+            return Restored(step, state, progress, tuple(steps[:index]))
+        if errors:
+            raise errors[0]
+        return None
+
+    def _restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         wanted = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
             for name, leaf in named_leaves(like).items()
@@ -61,8 +95,9 @@ class StateStore:
         )
         try:
             found: Any = self._manager.restore(step, args=arguments)
-        except (ValueError, KeyError) as error:
-            raise RunError(f"{self._path}: step {step} does not hold the state of this run: {error}") from error
+        except Exception as error:  # of damaged files Orbax raises whatever it runs into, plain Exception too
+            reason = str(error).partition("\n")[0]
+            raise RunError(f"{self._path}: step {step} does not hold the state of this run: {reason}") from error
         structure = jax.tree.structure(like)
         return jax.tree.unflatten(structure, [found.state[name] for name in wanted]), dict(found.progress)
 
@@ -82,29 +117,30 @@ def open_run(path: Path, spec: Mapping[str, Any], *, overwrite: bool = False) ->
     """Make the folder of a run, or see that the one there is the same run; says whether it goes on.
 
     Args:
-        spec: everything that makes a run what it is, as JSON.
+        spec: everything that makes a run what it is, as JSON; with `target_digest` and `data_digests`, by which a
+            `run.json` is known.
 
     Raises:
         RunError: the folder holds another run (names what differs), or something that is none.
     """
     file = path / RUN_FILE
     spec = json.loads(json.dumps(spec))
-    if file.is_file() and not overwrite:
-        found = json.loads(file.read_text(encoding="utf-8"))
+    if path.exists() and any(path.iterdir()):
+        found = _read_spec(file)
+        if found is None:
+            raise RunError(f"{path} holds something that is no training run; choose another folder or remove it")
         differ = [
             f"{name} was {found.get(name)!r}, now {spec.get(name)!r}"
             for name in sorted(found.keys() | spec.keys())
             if found.get(name) != spec.get(name)
         ]
-        if differ:
+        if not overwrite and differ:
             raise RunError(
                 f"{path} holds another run: {'; '.join(differ)}. Choose another --out, or --overwrite true to begin "
                 "anew"
             )
-        return True
-    if path.exists() and any(path.iterdir()):
-        if not file.is_file():
-            raise RunError(f"{path} holds something that is no training run; choose another folder or remove it")
+        if not overwrite:
+            return True
         _empty(path)
     path.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(".partial")
@@ -113,11 +149,20 @@ def open_run(path: Path, spec: Mapping[str, Any], *, overwrite: bool = False) ->
     return False
 
 
+def _read_spec(file: Path) -> dict[str, Any] | None:
+    """What a `run.json` says; None where there is none, or one of something else."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.keys() >= _MARKS else None
+
+
 def _empty(path: Path) -> None:
     """Remove what a run wrote, `run.json` last: until then the folder is known as one."""
-    for name in (STATES, BEST, LAST):
+    for name in (STATES, BEST, LAST, BOARD):
         shutil.rmtree(path / name, ignore_errors=True)
-    for name in (LOG_FILE, RUN_FILE):
+    for name in (LOG_FILE, CURVES, RUN_FILE):
         (path / name).unlink(missing_ok=True)
 
 

@@ -18,12 +18,18 @@ from flax import nnx
 from spd_jax.config.distill import DistillConfig
 from spd_jax.data.mixture import Mixture
 from spd_jax.data.packing import BatchStream
-from spd_jax.data.prepared import open_prepared
+from spd_jax.data.prepared import PreparedData, open_prepared
 from spd_jax.parallel.mesh import simulate_devices
 from spd_jax.plan import StagePlan, make_plan
-from spd_jax.speculation.checkpoint import load_head, save_head
+from spd_jax.speculation.checkpoint import load_head, refuse_other_target, save_head
 from spd_jax.speculation.manifest import read_manifest
-from spd_jax.speculation.module import HeadConfig, SpeculationModule, draft_layer_config, head_from_target
+from spd_jax.speculation.module import (
+    HeadConfig,
+    SpeculationModule,
+    draft_layer_config,
+    first_copied_layer,
+    head_from_target,
+)
 from spd_jax.speculation.vocabulary import choose_draft_vocabulary, count_tokens
 from spd_jax.training.checkpoints import LOG_FILE, STATES, Log, StateStore, open_run
 from spd_jax.training.optimizer import OptimizerOptions, learning_rate, make_optimizer
@@ -55,7 +61,7 @@ class Distillation:
     plan: StagePlan
     head: HeadConfig
     data: Mixture
-    held_out: Mixture
+    held_out: Mixture | None
     coverage: float
     earlier: Mapping[str, int]
     resumes: bool
@@ -69,28 +75,17 @@ class Distillation:
         """Read the target, make the head and compile nothing yet; the state is the newest saved one, if there is one.
 
         Raises:
-            ValueError: what cannot be cut over the devices, or a saved state of another run.
+            ValueError: weights that are damaged, nothing to learn in the data, or saved states that cannot be read.
         """
         config = self.config
-        mesh = data_mesh(config.device_count)
-        if config.rows % mesh.size:
-            raise ValueError(f"rows {config.rows} of a micro-batch cannot be cut over {mesh.size} devices")
         stream = BatchStream(self.data, rows=config.rows, row_length=config.row_length, seed=config.seed)
-        held_out = BatchStream(self.held_out, rows=config.rows, row_length=config.row_length, seed=0)
-        steps = self.total_steps(stream)
-        first_layer = self._first_layer()
-        target = load_frozen_target(self.weights, (*self.head.anchors, first_layer), config.products, progress)
-        options = OptimizerOptions(
-            config.optimizer,
-            config.learning_rate,
-            config.schedule,
-            config.warmup_steps,
-            config.final_rate,
-            config.weight_decay,
-            config.clip,
-            config.b1,
-            config.b2,
-        )
+        held_out = None
+        if self.held_out is not None:
+            held_out = BatchStream(self.held_out, rows=config.rows, row_length=config.row_length, seed=0)
+        steps, options = self.total_steps(stream), optimizer_options(config)
+        fits = config.head == "target" and config.projections == "ridge"
+        bounds = (*self.head.anchors, self._first_layer()) if fits else self.head.anchors
+        target = load_frozen_target(self.weights, bounds, config.products, progress)
         passes = PassOptions(
             config.objective,
             config.score_types,
@@ -101,12 +96,13 @@ class Distillation:
         )
         module = self._module()
         optimizer = make_optimizer(options, steps)
+        mesh = data_mesh(config.device_count)
         programs = Programs(mesh, module, self.plan, target, optimizer, passes, config.placement)
         store = StateStore(self.path / STATES, config.keep)
-        if config.head == "target" and config.projections == "ridge" and store.latest() is None:
+        if fits and store.latest() is None:
             last = range(stream.steps_per_epoch - 1, -1, -1)[: config.fit_batches]
             rows = (as_rows(stream.batch_at(index), self.plan.num_stages, seed=0, step=0) for index in last)
-            fit_projections(programs, module, first_layer, rows)
+            fit_projections(programs, module, self._first_layer(), rows)
         pace = Pace(
             steps,
             config.accumulate,
@@ -138,8 +134,7 @@ class Distillation:
         return min(steps, self.config.max_steps or steps)
 
     def _first_layer(self) -> int:
-        given = self.config.first_layer
-        return self.weights.config.num_layers - self.head.num_layers if given is None else given
+        return first_copied_layer(self.head, self.weights.config, self.config.first_layer)
 
     def _module(self) -> SpeculationModule:
         config = self.config
@@ -186,13 +181,36 @@ class Distillation:
         ids = self.head.draft_vocab_size
         share = f", {100 * self.coverage:.1f} % of the assistant's tokens" if self.head.draft_ids else ""
         rows = "the target's own rows, frozen" if self.head.lm_head == "target" else "rows of its own"
-        start = "made from the target" if self.config.head == "target" else f"from {self.config.head}"
+        start = "made from the target"
+        if self.config.head != "target":
+            seen = self.earlier["earlier_supervised"]
+            start = f"from {self.config.head} ({seen:,} supervised tokens seen), with a new optimiser"
+        held_out = 0 if self.held_out is None else len(self.held_out)
         return (
             f"head {start}: {self.plan.describe()}\n"
             f"draft vocabulary: {ids:,} tokens{share}; {rows}\n"
             f"data: {len(self.data):,} conversations, {int(self.data.lengths.sum()):,} tokens; held out "
-            f"{len(self.held_out):,}"
+            f"{held_out:,}"
         )
+
+
+def optimizer_options(config: DistillConfig) -> OptimizerOptions:
+    """What of the options is the optimiser's.
+
+    Raises:
+        ValueError: as `OptimizerOptions`.
+    """
+    return OptimizerOptions(
+        config.optimizer,
+        config.learning_rate,
+        config.schedule,
+        config.warmup_steps,
+        config.final_rate,
+        config.weight_decay,
+        config.clip,
+        config.b1,
+        config.b2,
+    )
 
 
 def settings(config: DistillConfig) -> dict[str, Any]:
@@ -214,25 +232,52 @@ def open_distillation(config: DistillConfig) -> Distillation:
     if config.devices is not None:
         simulate_devices(config.devices)
     weights, tokenizer = open_target(config.target), load_tokenizer(config.target)
-    mixtures = [
-        Mixture([open_prepared(folder, split=split, tokenizer_digest=tokenizer.digest) for folder in config.data])
-        for split in ("train", "held_out")
-    ]
-    if config.evaluate_every and not len(mixtures[1]):
+    parts = [open_prepared(folder, tokenizer_digest=tokenizer.digest) for folder in config.data]
+    data, held_out = Mixture(parts), _held_out(parts)
+    if config.evaluate_every and held_out is None:
         raise ValueError(
             f"{', '.join(config.data)} hold(s) no conversation apart for evaluation: prepare with --held_out, or turn "
             "evaluation off with --evaluate_every 0"
         )
-    plan, head, coverage, earlier = _head(config, weights, tokenizer, mixtures[0])
+    plan, head, coverage, earlier = _head(config, weights, tokenizer, data)
+    _refuse_misfits(config, weights, tokenizer, head)
     spec = {
         **settings(config),
         "target_digest": config_digest(weights),
-        "data_digests": [part.digest for part in mixtures[0].parts],
+        "data_digests": [part.digest for part in parts],
         "head": "target" if config.head == "target" else str(read_manifest(config.head).training),
     }
     resumes = open_run(Path(config.out), spec, overwrite=config.overwrite)
-    data, held_out = mixtures
     return Distillation(config, weights, tokenizer, plan, head, data, held_out, coverage, earlier, resumes)
+
+
+def _held_out(parts: Sequence[PreparedData]) -> Mixture | None:
+    """The held-out conversations of those folders that have any."""
+    found = [
+        open_prepared(part.path, split="held_out") for part in parts if part.manifest["splits"]["held_out"]["rows"]
+    ]
+    return Mixture(found) if found else None
+
+
+def _refuse_misfits(config: DistillConfig, weights: TargetWeights, tokenizer: Tokenizer, head: HeadConfig) -> None:
+    """Raise for what would fail later, before a folder is made for the run."""
+    optimizer_options(config)
+    devices = data_mesh(config.device_count).size
+    if config.rows % devices:
+        raise ValueError(
+            f"rows {config.rows} of a micro-batch cannot be cut over {devices} devices: give a multiple, or fewer "
+            "devices with --device_count"
+        )
+    if config.head == "target":
+        first_copied_layer(head, weights.config, config.first_layer)
+        return
+    refuse_other_target(
+        config.head,
+        read_manifest(config.head),
+        target_config=weights.config,
+        target_digest=config_digest(weights),
+        tokenizer_digest=tokenizer.digest,
+    )
 
 
 def _head(

@@ -11,12 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from spd_jax.training.checkpoints import BEST, LAST, LOG_FILE, Log
+from spd_jax.training.checkpoints import BEST, BOARD, CURVES, LAST, LOG_FILE, Log
 from spd_jax.training.curves import draw_curves, open_board
 from spd_jax.training.distill import Distillation
 from spd_jax.training.trainer import Event
 
-CURVES = "curves.png"
 SECONDS_BETWEEN_LINES = 30.0
 
 
@@ -25,7 +24,7 @@ class Reporter:
 
     def __init__(self, run: Distillation):
         self._path, self._plan, self._config = run.path, run.plan, run.config
-        self._board: Any = open_board(run.path / "tensorboard") if run.config.tensorboard else None
+        self._board: Any = open_board(run.path / BOARD) if run.config.tensorboard else None
         self._last_line = -SECONDS_BETWEEN_LINES
 
     def __enter__(self) -> Reporter:

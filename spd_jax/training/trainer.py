@@ -57,7 +57,7 @@ class Pace:
 
 
 class NotFinite(ArithmeticError):
-    """A loss or gradient that is not a number; names the batch."""
+    """A loss, gradient or update that is not finite; names the batch."""
 
 
 class Trainer:
@@ -68,7 +68,7 @@ class Trainer:
         programs: Programs,
         module: SpeculationModule,
         stream: BatchStream,
-        held_out: BatchStream,
+        held_out: BatchStream | None,
         pace: Pace,
         *,
         seed: int,
@@ -84,24 +84,38 @@ class Trainer:
         self._save_head, self._rate, self._evaluator = save_head, rate, evaluator
         self._counts = {"tokens": 0, "supervised": 0, "earlier_tokens": 0, "earlier_supervised": 0, **(earlier or {})}
         self._best: dict[str, float] = {}
+        self._damaged: tuple[int, ...] = ()
         self.state: TrainState = programs.start(module)
 
     def resume(self) -> int:
-        """Go back to the newest saved state; the step it has done, 0 if there is none."""
-        step = self._store.latest()
-        if step is None:
+        """Go back to the newest saved state that can be read; the step it has done, 0 if there is none.
+
+        Raises:
+            RunError: there are saved states, and all are damaged or of another run.
+        """
+        restored = self._store.restore_newest(self.state)
+        if restored is None:
             self.log.cut(-1)
             return 0
-        self.state, progress = self._store.restore(step, self.state)
-        self._counts, self._best = progress["counts"], progress["best"]
-        self.log.cut(step)
-        return step
+        self.state, self._damaged = restored.state, restored.damaged
+        self._counts, self._best = restored.progress["counts"], restored.progress["best"]
+        self.log.cut(restored.step)
+        return restored.step
+
+    def describe(self) -> str:
+        """Where the run stands, in a line."""
+        step, total = int(self.state.step), self.pace.total_steps
+        text = f"goes on after step {step:,} of {total:,}" if step else f"{total:,} steps"
+        if self._damaged:
+            steps = ", ".join(f"{step:,}" for step in self._damaged)
+            text += f" (what was saved after step {steps} is damaged and has been removed)"
+        return text
 
     def run(self) -> Iterator[Event]:
         """Train to the end; every event is in the log before it is yielded.
 
         Raises:
-            NotFinite: a loss or a gradient is not finite; the newest saved state is from before.
+            NotFinite: a loss, a gradient or an update is not finite; the newest saved state is from before.
         """
         pace, start = self.pace, int(self.state.step)
         if start == 0:
@@ -131,8 +145,9 @@ class Trainer:
         if not values.pop("finite"):
             first = step * self.pace.accumulate
             raise NotFinite(
-                f"step {step + 1}: loss {values['loss']}, gradient norm {values['gradient_norm']} on batches {first} "
-                f"to {first + self.pace.accumulate - 1}, which hold {self._name_rows(first)}"
+                f"step {step + 1}: loss {values['loss']}, norm of the gradient {values['gradient_norm']} and of the "
+                f"update {values['update_norm']} on batches {first} to {first + self.pace.accumulate - 1}, which hold "
+                f"{self._name_rows(first)}"
             )
         rate = {"learning_rate": float(self._rate(step))}
         return {**values, **rates(figures, self.programs.plan.num_stages), **rate, **self._counts}
@@ -153,8 +168,8 @@ class Trainer:
             return every > 0 and (first or last or step % every == 0)
 
         found: dict[str, float] = {}
-        if due(pace.evaluate_every):
-            found = self._evaluate()
+        if self._held_out is not None and due(pace.evaluate_every):
+            found = self._evaluate(self._held_out)
             yield self._event("evaluation", step, found)
         if self._evaluator is not None and due(pace.decode_every):
             decoded = {name: float(value) for name, value in self._evaluator(self.programs.module(self.state)).items()}
@@ -175,11 +190,11 @@ class Trainer:
         name = "projected_s0" if self._evaluator is None or not self.pace.decode_every else "decoded_s0"
         return name in found and found[name] > self._best.get(name, 0.0)
 
-    def _evaluate(self) -> dict[str, float]:
-        """Figures of the first held-out batches at full fill."""
+    def _evaluate(self, stream: BatchStream) -> dict[str, float]:
+        """Figures of the first batches of a stream at full fill."""
         total: Figures | None = None
-        for index in range(min(self.pace.evaluate_batches, self._held_out.steps_per_epoch)):
-            rows = as_rows(self._held_out.batch_at(index), self.programs.plan.num_stages, seed=0, step=0, full=True)
+        for index in range(min(self.pace.evaluate_batches, stream.steps_per_epoch)):
+            rows = as_rows(stream.batch_at(index), self.programs.plan.num_stages, seed=0, step=0, full=True)
             figures = self.programs.held_out(self.state, rows)
             total = figures if total is None else jax.tree.map(jax.numpy.add, total, figures)
         return {} if total is None else rates(jax.device_get(total), self.programs.plan.num_stages)
