@@ -17,7 +17,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -29,6 +29,7 @@ FORMAT_VERSION = 1  # raise it when the same specification would give other line
 POOL = 8  # batches; the more, the less padding
 
 
+@runtime_checkable
 class Answerer(Protocol):
     """Answers prompts (token ids) that all fit; `numbers` name the conversations, whose random numbers depend on them
     and on the position alone."""

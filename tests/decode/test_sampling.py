@@ -158,6 +158,12 @@ def test_the_best_of_ranks_is_the_best_with_the_lowest_id():
         np.testing.assert_allclose(normaliser[rank], np.log(np.exp(values).sum(-1)), atol=1e-5)
 
 
+def test_not_a_number_wins_so_that_it_is_seen():
+    value, winner = best(jnp.asarray([[1.0, jnp.nan, 3.0], [3.0, 1.0, 3.0]]), jnp.asarray([5, 6, 7]))
+    np.testing.assert_array_equal(winner, [6, 5])
+    np.testing.assert_array_equal(value, [np.nan, 3.0])
+
+
 # Random numbers
 
 
@@ -172,6 +178,10 @@ def test_random_numbers_belong_to_seed_position_purpose_and_id():
     assert len(np.unique(numbers)) == numbers.size
     some = gumbel(keys(4)[2:3], position[:1], DRAFT, ids[1:4])
     np.testing.assert_array_equal(some, numbers[2:3, 1:4])  # neither neighbours nor the share matter
+    of_rows = jnp.stack([ids[row : row + 2] for row in range(4)])
+    np.testing.assert_array_equal(
+        gumbel(keys(4), position, DRAFT, of_rows), np.take_along_axis(numbers, np.asarray(of_rows), axis=-1)
+    )
     for other in (gumbel(keys(4), position + 1, DRAFT, ids), gumbel(keys(4), position, TARGET, ids)):
         assert not np.isin(np.asarray(other), numbers).any()
 
