@@ -208,10 +208,10 @@ class Programs:
         """The next state, and norms; if loss, gradient or update are not finite, the state stays as it was."""
         count = jnp.maximum(sums.figures.covered, 1.0) * jnp.float32(sum(self.type_weights))
         gradients = jax.tree.map(lambda g: g / count, sums.gradients)
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         updates, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
         new = TrainState(optax.apply_updates(state.params, updates), optimizer, state.step + 1)
-        found = {"loss": sums.total / count, "gradient_norm": norm, "update_norm": optax.global_norm(updates)}
+        found = {"loss": sums.total / count, "gradient_norm": norm, "update_norm": optax.tree.norm(updates)}
         finite = jnp.all(jnp.isfinite(jnp.stack(list(found.values()))))
         state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
         return state, {**found, "finite": finite}
