@@ -118,7 +118,10 @@ class Programs:
         """Sums of nothing."""
         kinds = jnp.zeros((len(self.type_weights),), jnp.float32)
         none = [jnp.zeros((), jnp.float32) for _ in range(4)]
-        return Sums(zeros_like(state.params), none[0], Figures(none[1], none[2], kinds, jnp.copy(kinds), none[3]))
+        scalars = none[0], Figures(none[1], none[2], kinds, jnp.copy(kinds), none[3])
+        # Placed as the sums that come out, else the second micro-batch would compile the pass again.
+        total, figures = place(scalars, self.mesh, PartitionSpec())
+        return Sums(zeros_like(state.params), total, figures)
 
     def rows(self, rows: Rows) -> Rows:
         """A batch on the devices.
