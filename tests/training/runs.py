@@ -4,14 +4,14 @@ Batches hold eight rows, so that one, four and eight devices can share them.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from spd_jax.data.packing import Batch, BatchStream, PackedRow
+from spd_jax.data.packing import Batch, BatchStream
 from spd_jax.data.prepared import Example
 from spd_jax.plan import StagePlan
 from spd_jax.speculation.module import SpeculationModule
@@ -20,7 +20,7 @@ from spd_jax.training.optimizer import OptimizerOptions, learning_rate, make_opt
 from spd_jax.training.sharding import Placement, data_mesh
 from spd_jax.training.step import PassOptions, Programs
 from spd_jax.training.target import load_frozen_target
-from spd_jax.training.trainer import Evaluator, Event, Pace, Trainer
+from spd_jax.training.trainer import Evaluator, Pace, Trainer
 from tests.decode.engine import VOCAB, random_head, weights
 
 PLAN = StagePlan((2, 1), 1, "separate", (0, 2))
@@ -51,8 +51,7 @@ class Recorded(BatchStream):
         self.seen: list[int] = []
 
     def batch_at(self, step: int) -> Batch:
-        rows: tuple[PackedRow, ...] = self.rows_at(step)
-        self.seen += [piece[0] for row in rows for piece in row]
+        self.seen += [piece[0] for row in self.rows_at(step) for piece in row]
         return super().batch_at(step)
 
 
@@ -77,23 +76,20 @@ def make_trainer(
     *,
     devices: int = 1,
     placement: Placement = "replicated",
-    steps: int = STEPS,
-    save_every: int = 5,
-    evaluate_every: int = 0,
-    decode_every: int = 0,
     save_head: Callable[..., None] = no_head,
     evaluator: Evaluator | None = None,
-    data: Conversations | None = None,
     earlier: Mapping[str, int] | None = None,
+    **pace: int,
 ) -> Trainer:
-    """A trainer of a run in `path`, from its newest state."""
+    """A trainer of a run in `path`, from its newest state; ten steps, or as `pace` says."""
     path.mkdir(parents=True, exist_ok=True)
+    whole = {"total_steps": STEPS, "accumulate": 1, "evaluate_every": 0, "evaluate_batches": 2, "decode_every": 0}
     trainer = Trainer(
         programs(devices, placement),
         module(),
-        Recorded(data or Conversations(STEPS), rows=ROWS, row_length=ROW_LENGTH, seed=0),
+        Recorded(Conversations(STEPS), rows=ROWS, row_length=ROW_LENGTH, seed=0),
         BatchStream(Conversations(1, seed=1), rows=ROWS, row_length=ROW_LENGTH),
-        Pace(steps, 1, evaluate_every, 2, decode_every, save_every),
+        Pace(**{**whole, "save_every": 5, **pace}),
         seed=0,
         store=StateStore(path / "states", keep=2),
         log=Log(path / "log.jsonl"),
@@ -106,10 +102,16 @@ def make_trainer(
     return trainer
 
 
+def examples_seen(trainer: Trainer) -> list[int]:
+    """Numbers of the examples in the batches that a trainer has read."""
+    stream = trainer._stream
+    assert isinstance(stream, Recorded)
+    return stream.seen
+
+
 def run_until_saved(trainer: Trainer, step: int) -> None:
     """Train until the state of `step` is on disk, then stop as a killed process would."""
-    events: Iterator[Event] = trainer.run()
-    for event in events:
+    for event in trainer.run():
         if (event.kind, event.step) == ("save", step):
             return
 
