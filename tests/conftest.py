@@ -28,8 +28,9 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Identical programs come up again and again, within a run and between runs. The size limit also makes JAX lock the
-# folder, so that several runs may share it.
-jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".cache" / "jax"))
+# folder, so that several runs may share it. Not the folder of the scripts: an entry that is written without a limit has
+# no time of use, and with one such entry nothing can be written any more.
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".cache" / "jax_tests"))
 jax.config.update("jax_compilation_cache_max_size", 2**30)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
