@@ -125,6 +125,8 @@ def open_run(path: Path, spec: Mapping[str, Any], *, overwrite: bool = False) ->
     """
     file = path / RUN_FILE
     spec = json.loads(json.dumps(spec))
+    if path.is_file():
+        raise RunError(f"{path} is a file, expected a folder for the run")
     if path.exists() and any(path.iterdir()):
         found = _read_spec(file)
         if found is None:
