@@ -75,7 +75,12 @@ def make_optimizer(options: OptimizerOptions, total_steps: int) -> optax.Gradien
         steps = optax.adamw(rate, b1=options.b1, b2=options.b2, weight_decay=options.weight_decay)
     else:
         steps = optax.contrib.muon(
-            rate, adam_b1=options.b1, adam_b2=options.b2, weight_decay=options.weight_decay, consistent_rms=0.2
+            rate,
+            adam_b1=options.b1,
+            adam_b2=options.b2,
+            weight_decay=options.weight_decay,
+            adam_weight_decay=options.weight_decay,
+            consistent_rms=0.2,  # updates of Adam's size, whatever the shape
         )
     whole = steps if options.clip is None else optax.chain(optax.clip_by_global_norm(options.clip), steps)
 
