@@ -1,5 +1,6 @@
 """Rates of every step, what both optimisers do to a loss, and options that no training could use."""
 
+import itertools
 import math
 from typing import Any
 
@@ -39,7 +40,7 @@ def test_it_falls_to_the_final_rate(schedule: str):
     assert found[0] == pytest.approx(1.0)
     assert found[5] == pytest.approx(0.6)
     assert found[10] == pytest.approx(0.2)
-    assert all(a > b for a, b in zip(found, found[1:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(found))
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
