@@ -23,8 +23,14 @@ Line = Mapping[str, Any]
 
 def draw_curves(log: Sequence[Line], title: str, *, dots_per_inch: int = 110) -> bytes:
     """A PNG: training loss, what held-out drafts would be accepted, and S0, all over supervised tokens seen."""
-    figure = Figure(figsize=(12.5, 3.9), dpi=dots_per_inch, facecolor="white", layout="constrained")
-    canvas = FigureCanvasAgg(figure)
+    buffer = io.BytesIO()
+    FigureCanvasAgg(curves(log, title, dots_per_inch=dots_per_inch)).print_png(buffer)
+    return buffer.getvalue()
+
+
+def curves(log: Sequence[Line], title: str, *, dots_per_inch: int = 110) -> Figure:
+    """The figure of `draw_curves`."""
+    figure = Figure(figsize=(12.5, 4.4), dpi=dots_per_inch, facecolor="white", layout="constrained")
     loss, share, length = figure.subplots(1, 3)
     figure.suptitle(title, fontsize=11, weight="bold", parse_math=False)
     tokens = _tokens_by_step(log)
@@ -57,11 +63,9 @@ def draw_curves(log: Sequence[Line], title: str, *, dots_per_inch: int = 110) ->
         axes.grid(True, linewidth=0.4, color="#dddddd")
         axes.spines[["top", "right"]].set_visible(False)
         axes.xaxis.set_major_formatter(lambda value, _: _short(value))
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8, frameon=False)
-    buffer = io.BytesIO()
-    canvas.print_png(buffer)
-    return buffer.getvalue()
+        if axes.get_legend_handles_labels()[0]:  # above the axes: a curve may run anywhere inside
+            axes.legend(fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2)
+    return figure
 
 
 def _tokens_by_step(log: Sequence[Line]) -> dict[int, float]:
@@ -83,8 +87,13 @@ def _evaluations(
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    width = max(1, round(SMOOTHING * len(values)))
-    return [sum(values[max(0, i + 1 - width) : i + 1]) / min(width, i + 1) for i in range(len(values))]
+    """Averages around every value, over fewer neighbours towards the ends: what falls is not shown late."""
+    reach, last = int(SMOOTHING * len(values) / 2), len(values) - 1
+    found = []
+    for i in range(len(values)):
+        near = values[i - min(reach, i, last - i) : i + min(reach, i, last - i) + 1]
+        found.append(sum(near) / len(near))
+    return found
 
 
 def _short(value: float) -> str:
