@@ -12,13 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spd_jax.data.packing import Batch
+from spd_jax.data.packing import Batch, make_batch
+from spd_jax.data.prepared import Example
 from spd_jax.models.decoder import head_logits
 from spd_jax.plan import StagePlan
 from spd_jax.speculation.module import SpeculationModule
 from spd_jax.speculation.staircase import staircase_of
 from spd_jax.training.forward import draft_pass
+from spd_jax.training.optimizer import OptimizerOptions, make_optimizer
 from spd_jax.training.rows import Rows, document_starts
+from spd_jax.training.sharding import Placement, data_mesh
+from spd_jax.training.step import PassOptions, Programs, Sums, TrainState
 from spd_jax.training.target import FrozenTarget, load_frozen_target, target_pass
 from spd_jax.weights.mapping import TargetWeights
 from tests.decode.engine import random_head, weights
@@ -27,9 +31,9 @@ PLAN = StagePlan((1, 1, 1), 2, "separate", (0, 1, 2, 3))  # a type for every dep
 VOCAB = 61
 
 
-def frozen(source: TargetWeights, anchors: tuple[int, ...]) -> FrozenTarget:
-    """A target in float32, on the default device."""
-    return jax.tree.map(jnp.asarray, load_frozen_target(source, anchors, np.float32))
+def frozen(source: TargetWeights, anchors: tuple[int, ...], dtype: Any = np.float32) -> FrozenTarget:
+    """A target on the default device."""
+    return jax.tree.map(jnp.asarray, load_frozen_target(source, anchors, jnp.dtype(dtype)))
 
 
 @functools.cache
@@ -88,3 +92,43 @@ def _logits(graphdef: Any, params: Any, target: FrozenTarget, hidden: Any) -> An
     if module.lm_head is None and module.config.draft_ids is not None:
         head = head[jnp.asarray(module.config.draft_ids)]
     return head_logits(target.normed(hidden), head)
+
+
+IDS = tuple(range(0, VOCAB, 2))  # the draft vocabulary of the module below
+ROWS, LENGTH, UPDATES = 8, 32, 5  # of every batch and run of the programs below
+
+
+TRAINED = StagePlan((1, 1, 1), 1, "separate", (0, 1, 3))  # compiles faster than `PLAN`
+
+
+@functools.cache
+def trained_target(dtype: str = "float32") -> FrozenTarget:
+    return frozen(weights(3), TRAINED.anchors, dtype)
+
+
+@functools.cache
+def trainee() -> SpeculationModule:
+    """A random module with a draft vocabulary."""
+    return random_head(weights(3).config, TRAINED, draft_ids=IDS)
+
+
+@functools.cache
+def programs(devices: int = 1, placement: Placement = "replicated", **options: Any) -> Programs:
+    """Training of `trainee`, by default in float32."""
+    passes = PassOptions(**({"chunk": 32, "products": "float32"} | options))
+    optimizer = make_optimizer(OptimizerOptions(learning_rate=1e-2, schedule="constant"), UPDATES)
+    return Programs(
+        data_mesh(devices), trainee(), TRAINED, trained_target(passes.products), optimizer, passes, placement
+    )
+
+
+def packed(*rows: list[Example]) -> Batch:
+    return make_batch(rows, LENGTH, ROWS)
+
+
+def sums_of(made: Programs, state: TrainState, *batches: Rows) -> Sums:
+    """Gradients and figures of micro-batches, added up."""
+    sums = made.zeros(state)
+    for rows in batches:
+        sums = made.gradient_step(sums, state, rows)
+    return sums
