@@ -52,7 +52,7 @@ UNCHANGING |= {"compilation_cache", "tensorboard", "target", "data", "head"}
 class Distillation:
     """A run that can start: nothing of the target's weights has been read yet.
 
-    `origin` is the head that is trained on from, None for one made from the target; `earlier` the tokens it has seen.
+    `earlier` counts the tokens that the head has seen in runs before this one.
     """
 
     config: DistillConfig
