@@ -44,7 +44,8 @@ class StateStore:
 
     def __init__(self, path: Path, keep: int):
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager(path.resolve(), options=options)
+        handlers = {"state": ocp.StandardCheckpointHandler(), "progress": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(path.resolve(), options=options, item_handlers=handlers)
         self._path = path
 
     def latest(self) -> int | None:
@@ -94,6 +95,7 @@ class StateStore:
             progress=ocp.args.JsonRestore(),  # pyright: ignore[reportCallIssue]
         )
         try:
+            _refuse_other_arrays(self._manager.item_metadata(step).state, wanted)
             found: Any = self._manager.restore(step, args=arguments)
         except Exception as error:  # of damaged files Orbax raises whatever it runs into, plain Exception too
             reason = str(error).partition("\n")[0]
@@ -104,6 +106,15 @@ class StateStore:
     def close(self) -> None:
         """Wait for what is being written and let go of the folder."""
         self._manager.close()
+
+
+def _refuse_other_arrays(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Compare shapes and dtypes by name; Orbax would find out in the middle of reading."""
+    there, asked = ({name: (tuple(x.shape), str(x.dtype)) for name, x in tree.items()} for tree in (found, wanted))
+    names = [name for name in sorted(there.keys() | asked.keys()) if there.get(name) != asked.get(name)]
+    if names:
+        differ = [f"{name} is {there.get(name)}, expected {asked.get(name)}" for name in names[:3]]
+        raise ValueError("; ".join([*differ, *["..."] * (len(names) > 3)]))
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
