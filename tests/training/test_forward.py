@@ -88,6 +88,7 @@ def documents() -> Rows:
     return rows_of(batch, np.asarray([[2] * 5 + [3] * 8 + [1] * 3, [1] * 8 + [2] * 8], np.int32))
 
 
+@pytest.mark.slow
 def test_ranges_and_dense_mask_give_the_same():
     np.testing.assert_allclose(hidden(documents()), hidden(documents(), attention=dense_attention), atol=2e-5)
 

@@ -35,7 +35,7 @@ def decoder_states(decoder: Decoder, ids: np.ndarray) -> tuple[list[np.ndarray],
     return run(decoder, both, ids)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_taps_and_logits_are_the_decoders(tied: bool):
     """A08, A09: every anchor, L too, before the final norm; the teacher's logits after it."""
     anchors = (0, 2, 6, 8)
