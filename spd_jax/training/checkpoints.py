@@ -95,7 +95,7 @@ class StateStore:
             progress=ocp.args.JsonRestore(),  # pyright: ignore[reportCallIssue]
         )
         try:
-            _refuse_other_arrays(self._manager.item_metadata(step).state, wanted)
+            _refuse_other_arrays(dict(self._manager.item_metadata(step).state.items()), wanted)
             found: Any = self._manager.restore(step, args=arguments)
         except Exception as error:  # of damaged files Orbax raises whatever it runs into, plain Exception too
             reason = str(error).partition("\n")[0]
