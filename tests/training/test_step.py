@@ -141,6 +141,19 @@ def test_what_is_not_finite_changes_no_state(where: str):
     assert int(state.step) == 2
 
 
+def test_an_update_takes_the_mean_over_positions_that_have_a_loss():
+    """Scored positions whose likeliest token the head cannot propose do not thin the others' gradient."""
+    made = programs()
+    state = made.start(trainee())
+    sums = sums_of(made, state, batch(0))
+    count, covered, total = (float(x) for x in (sums.figures.count, sums.figures.covered, sums.total))
+    norm = np.sqrt(sum(float(np.square(g).sum()) for g in values(sums.gradients)))
+    assert 0 < covered < count
+    _, found = made.update(state, sums)
+    assert float(found["loss"]) == pytest.approx(total / covered, rel=1e-6)
+    assert float(found["gradient_norm"]) == pytest.approx(norm / covered, rel=1e-5)
+
+
 def test_nothing_to_learn_moves_nothing_but_the_optimiser():
     """A batch without a scored position: no division by its zero positions."""
     made = programs()
