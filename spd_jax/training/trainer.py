@@ -120,16 +120,18 @@ class Trainer:
         pace, start = self.pace, int(self.state.step)
         if start == 0:
             yield from self._look(0, first=True)
-        clock, before = time.perf_counter(), self._counts["tokens"]
+        clock, tokens, since = time.perf_counter(), self._counts["tokens"], start
         for step in range(start, pace.total_steps):
             values = self._step(step)
             seconds = time.perf_counter() - clock
-            speed = (self._counts["tokens"] - before) / seconds
-            left = seconds / (step + 1 - start) * (pace.total_steps - step - 1)
+            speed = (self._counts["tokens"] - tokens) / seconds
+            left = seconds / (step + 1 - since) * (pace.total_steps - step - 1)
             yield self._event("step", step + 1, {**values, "tokens_per_second": speed, "eta_seconds": left})
             looking = time.perf_counter()
             yield from self._look(step + 1)
-            clock += time.perf_counter() - looking  # tokens/s and ETA are those of training alone
+            clock += time.perf_counter() - looking  # tokens/s and ETA are those of training alone,
+            if step == start:  # without the first step, which compiles
+                clock, tokens, since = time.perf_counter(), self._counts["tokens"], step + 1
 
     def _step(self, step: int) -> dict[str, Number]:
         sums = self.programs.zeros(self.state)

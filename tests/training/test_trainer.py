@@ -89,6 +89,28 @@ def test_a_finished_run_does_nothing(tmp_path: Path):
     assert again.log.read() == log
 
 
+def test_the_pace_is_that_of_steps_that_compile_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A step of 100 seconds, then steps of two; looks and saves of 50 seconds count for nothing."""
+    now = [0.0]
+    trainer = make_trainer(tmp_path, total_steps=4, evaluate_every=2, save_every=2)
+    take, look = trainer._step, trainer._evaluate
+
+    def timed(step: int) -> Any:
+        now[0] += 100.0 if step == 0 else 2.0
+        return take(step)
+
+    def slow(stream: Any) -> Any:
+        now[0] += 50.0
+        return look(stream)
+
+    monkeypatch.setattr(trainer, "_step", timed)
+    monkeypatch.setattr(trainer, "_evaluate", slow)
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    steps = [event.values for event in trainer.run() if event.kind == "step"]
+    assert [values["eta_seconds"] for values in steps] == [300.0, 4.0, 2.0, 0.0]
+    assert [values["tokens_per_second"] for values in steps] == [ROWS * 16 / 100, *[ROWS * 16 / 2] * 3]
+
+
 def test_micro_batches_are_read_in_a_row(tmp_path: Path):
     trainer = finish(make_trainer(tmp_path, total_steps=3, accumulate=2))
     wanted = make_trainer(tmp_path / "other")
