@@ -45,9 +45,10 @@ EVALUATION += r"projected S0 \d\.\d{{3}}"
 
 
 @pytest.fixture(autouse=True)
-def same_environment(monkeypatch: pytest.MonkeyPatch):
-    """The script adds to XLA_FLAGS, which is its process's own business."""
+def same_process(monkeypatch: pytest.MonkeyPatch):
+    """The script adds to XLA_FLAGS and sets malloc for its process, which here has other things to do."""
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    monkeypatch.setattr(script, "keep_freed_memory", lambda: False)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,8 @@ from spd_jax.evaluation.acceptance import acceptance
 from spd_jax.speculation.checkpoint import load_head
 from spd_jax.speculation.module import HeadConfig, SpeculationModule, draft_layer_config, head_from_target
 from spd_jax.training.distill import Distillation, open_distillation
+from spd_jax.training.report import Reporter
+from spd_jax.training.trainer import Event
 from spd_jax.weights.load import open_target
 from spd_jax.weights.mapping import TensorMap, config_digest
 from spd_jax.weights.tokenizer import load_tokenizer
@@ -121,6 +123,35 @@ def test_a_warm_start_takes_the_head_and_a_new_optimiser(overfitted: Distillatio
     for (path, a), b in zip(jax.tree.leaves_with_path(trainer.state.params), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=jax.tree_util.keystr(path))
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(trainer.state.optimizer))
+
+
+# What a user sees
+
+
+def test_a_step_is_a_line_from_time_to_time(overfitted: Distillation, monkeypatch: pytest.MonkeyPatch):
+    reporter, now = Reporter(overfitted), [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    values = {"loss": 1.25, "gradient_norm": 0.5, "tokens_per_second": 123.4, "eta_seconds": 3723.9}
+    step = Event("step", 7, {**values, "supervised": 1000, "earlier_supervised": 234})
+    said = "loss 1.2500, gradient 0.50, 123 tokens/s, 1,234 supervised tokens seen, 1:02:03 left"
+    assert reporter.line(step) == f"step 7: {said}"
+    assert reporter.line(step) is None
+    assert reporter.status(step) == said
+    now[0] += 31
+    assert reporter.line(step) == f"step 7: {said}"
+    assert reporter.line(Event("decoding", 8, {"s0": 1.5, "alpha": 0.25})) == "step 8: decoded: s0 1.500, alpha 0.250"
+    assert reporter.line(Event("save", 8, {"best": 1.0})) is None
+    assert reporter.status(Event("save", 8, {"best": 1.0})) == ""
+
+
+def test_curves_are_drawn_of_a_run_that_is_stopped(overfitted: Distillation):
+    picture = overfitted.path / "curves.png"
+    assert not picture.exists()
+    with pytest.raises(KeyboardInterrupt), Reporter(overfitted) as reporter:
+        raise KeyboardInterrupt
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert reporter.files() == [str(overfitted.path / name) for name in ("last", "log.jsonl", "curves.png")]
+    assert not list(overfitted.path.glob(".*"))
 
 
 # Where training starts
