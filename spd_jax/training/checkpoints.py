@@ -53,11 +53,18 @@ class StateStore:
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any, progress: Mapping[str, Any]) -> None:
-        """Write a state and what the trainer knows about it."""
+        """Write a state and what the trainer knows about it.
+
+        Raises:
+            RunError: there is a state of this or a later step.
+        """
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(named_leaves(state)),  # pyright: ignore[reportCallIssue]
             progress=ocp.args.JsonSave(dict(progress)),  # pyright: ignore[reportCallIssue]
         )
+        latest = self._manager.latest_step()
+        if latest is not None and latest >= step:  # Orbax would do nothing, and not say so
+            raise RunError(f"{self._path}: step {step} cannot be saved behind step {latest}")
         self._manager.save(step, args=arguments)
         self._manager.wait_until_finished()
 

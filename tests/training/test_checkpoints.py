@@ -80,6 +80,13 @@ def test_the_newest_few_are_kept(tmp_path: Path):
     assert StateStore(path, keep=2).latest() == 4
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_no_state_is_saved_behind_another(states: Path, step: int):
+    store = StateStore(states, keep=2)
+    with pytest.raises(RunError, match=f"step {step} cannot be saved behind step 2"):
+        store.save(step, tree_on(1, WHOLE), {})
+
+
 def test_no_state_at_all(tmp_path: Path):
     store = StateStore(tmp_path / "states", keep=2)
     assert store.latest() is None
@@ -110,8 +117,11 @@ def test_a_damaged_state_is_passed_over(states: Path, damage: str):
     restored = store.restore_newest(tree_on(1, WHOLE))
     assert restored is not None
     assert (restored.step, restored.progress, restored.damaged) == (1, {"counts": {"tokens": 1}}, (2,))
+    assert store.latest() == 1
     store.save(2, tree_on(1, WHOLE, 2.0), {})  # there is room for the step again
-    assert StateStore(states, keep=2).latest() == 2
+    restored = StateStore(states, keep=2).restore_newest(tree_on(1, WHOLE))
+    assert restored is not None
+    assert (restored.step, restored.damaged) == (2, ())
 
 
 @pytest.mark.parametrize("name", ["2.orbax-checkpoint-tmp", "2.orbax-checkpoint-tmp-1760000000"])

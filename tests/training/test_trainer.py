@@ -12,6 +12,7 @@ import pytest
 from spd_jax import struct
 from spd_jax.speculation.module import SpeculationModule
 from spd_jax.training.loss import Figures
+from spd_jax.training.rows import draw_fill
 from spd_jax.training.trainer import NotFinite, Trainer, rates
 from tests.training.runs import ROWS, STEPS, examples_seen, host, lines_of, make_trainer, run_until_saved
 
@@ -111,12 +112,21 @@ def test_the_pace_is_that_of_steps_that_compile_nothing(tmp_path: Path, monkeypa
     assert [values["tokens_per_second"] for values in steps] == [ROWS * 16 / 100, *[ROWS * 16 / 2] * 3]
 
 
-def test_micro_batches_are_read_in_a_row(tmp_path: Path):
+def test_micro_batches_are_read_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each with a fill of its own."""
+    drawn: list[int] = []
+
+    def draw(low: Any, num_stages: int, *, seed: int, step: int, full: bool) -> Any:
+        drawn.append(step)
+        return draw_fill(low, num_stages, seed=seed, step=step, full=full)
+
+    monkeypatch.setattr("spd_jax.training.trainer.draw_fill", draw)
     trainer = finish(make_trainer(tmp_path, total_steps=3, accumulate=2))
     wanted = make_trainer(tmp_path / "other")
     for index in range(6):
         wanted._stream.batch_at(index)
     assert examples_seen(trainer) == examples_seen(wanted)
+    assert drawn == list(range(6))
     assert lines_of(trainer)[-2]["tokens"] == 6 * ROWS * 16
     assert trainer.programs.accumulate._cache_size() == 1  # the pass is compiled once
 
