@@ -39,7 +39,7 @@ class DistillConfig:
         optimizer: adamw or muon.
         learning_rate: at its highest.
         schedule: how it falls until the last step.
-        final_rate: share of the learning rate at the last step.
+        final_rate: share of the learning rate that it has fallen to behind the last step.
         warmup_steps: steps in which it rises.
         weight_decay: of the optimiser.
         clip: largest norm of the gradient; null for none.
