@@ -21,8 +21,8 @@ ScheduleName = Literal["linear", "cosine", "constant"]
 class OptimizerOptions:
     """What `make_optimizer` makes.
 
-    `final_rate` is the share of `learning_rate` behind the last step. `clip`: largest norm of all gradients together, none
-    if null. With muon, matrices are Muon's and all else is Adam's, at the same rate.
+    `final_rate` is the share of `learning_rate` behind the last step. `clip`: largest norm of all gradients together,
+    none if null. With muon, matrices are Muon's and all else is Adam's, at the same rate.
     """
 
     name: OptimizerName = "adamw"
