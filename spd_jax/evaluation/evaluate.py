@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
-
-import numpy as np
 
 from spd_jax.decode.autoregressive import AutoregressiveDecoder
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Options
-from spd_jax.evaluation.compare import Logits, compare_ids, teacher_forced_logits
+from spd_jax.evaluation.compare import Logits, compare_ids
 from spd_jax.evaluation.evaluation_job import AUTOREGRESSIVE, EvaluationJob, Question
+from spd_jax.evaluation.loading import LoadProgress, load_plain, named_progress
 from spd_jax.evaluation.prompts import encode_later_turn
 from spd_jax.evaluation.samples import NO_ROOM, Sample, difference_of, verdicts_of
-
-LoadProgress = Callable[[str, int, int], None]
-"""Called with (what is loaded, bytes done, bytes in all)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,24 +43,19 @@ class EvaluationDecoders:
 def load_evaluation(job: EvaluationJob, progress: LoadProgress | None = None) -> EvaluationDecoders:
     """Load what is needed for the answers that are missing: the target once for all heads, and nothing if none is."""
 
-    def of(what: str) -> Callable[[int, int, str], None]:
-        return lambda done, total, _: None if progress is None else progress(what, done, total)
-
     pipelines: dict[str, PipelineDecoder] = {}
     for label, engine in job.engines.items():
         if not job.missing(label):
             continue
         first = next(iter(pipelines.values()), None)
         pipelines[label] = (
-            engine.pipeline(of("target")) if first is None else first.with_head(engine.head(), engine.plan)
+            engine.pipeline(named_progress("target", progress))
+            if first is None
+            else first.with_head(engine.head(), engine.plan)
         )
     if not job.compares or not any(job.missing(label) for label in job.files):
         return EvaluationDecoders(pipelines)
-    plain, model = job.engine.baseline(of("autoregressive decoder"))
-    allowed = np.arange(job.engine.vocab_size) < job.engine.num_tokens
-    if job.options.ignore_eos:
-        allowed[list(job.options.eos_ids)] = False
-    return EvaluationDecoders(pipelines, plain, teacher_forced_logits(model, allowed))
+    return EvaluationDecoders(pipelines, *load_plain(job.engine, job.options, progress))
 
 
 class Evaluation:

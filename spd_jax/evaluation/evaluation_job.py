@@ -18,6 +18,7 @@ from spd_jax.decode.assemble import OWN_HEAD, Engine, open_engine
 from spd_jax.decode.options import Options
 from spd_jax.decode.sampling import Sampling
 from spd_jax.decode.scripted import parse_script
+from spd_jax.evaluation.loading import end_ids
 from spd_jax.evaluation.prompts import Prompt, PromptError, encode_later_turn, encode_prompt, read_prompts
 from spd_jax.evaluation.report import counted
 from spd_jax.evaluation.samples import Key, SampleFile, check_folder
@@ -119,9 +120,7 @@ def prepare_evaluation(config: EvaluateConfig) -> EvaluationJob:
     prompts = {Path(path).stem: read_prompts(path, config.limit) for path in config.prompts}
     engines = _engines(config)
     engine = next(iter(engines.values()))
-    eos = engine.weights.config.eos_token_ids if config.eos_ids is None else config.eos_ids
-    if any(not 0 <= token < engine.vocab_size for token in eos):
-        raise ValueError(f"eos_ids must lie in the vocabulary 0..{engine.vocab_size - 1}, found {list(eos)}")
+    eos = end_ids(engine, config.eos_ids)
     questions = [
         _question(config, engine, dataset, index, prompt, eos)
         for dataset, of_dataset in prompts.items()

@@ -11,17 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from spd_jax.config.run import GenerateConfig
 from spd_jax.decode.assemble import Engine, open_engine
 from spd_jax.decode.autoregressive import AutoregressiveDecoder
-from spd_jax.decode.batch import bucket
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Generation, Options
 from spd_jax.decode.sampling import Sampling
 from spd_jax.decode.scripted import parse_script
-from spd_jax.evaluation.compare import Comparison, Logits, compare_ids, teacher_forced_logits
+from spd_jax.evaluation.compare import Comparison, Logits, compare_ids
+from spd_jax.evaluation.loading import LoadProgress, end_ids, load_plain, named_progress
 from spd_jax.evaluation.prompts import (
     STDIN,
     Prompt,
@@ -34,9 +32,6 @@ from spd_jax.evaluation.prompts import (
 from spd_jax.evaluation.report import Facts, Outcome, Report, counted, prepare_output, times_of, write_json, write_whole
 from spd_jax.evaluation.text import IdStream, TextStream
 from spd_jax.evaluation.timeline import reconstruct
-
-Progress = Callable[[str, int, int], None]
-"""Called with (what is loaded, bytes done, bytes in all)."""
 
 Decoder = PipelineDecoder | AutoregressiveDecoder
 
@@ -126,17 +121,15 @@ def prepare(config: GenerateConfig, stdin: Callable[[], str] | None = None) -> J
     engine = open_engine(config)
     if config.stop and engine.tokenizer is None:
         raise ValueError(f"{config.target} has no tokenizer, so there is no text that stop strings could end")
-    vocab, eos = engine.vocab_size, config.eos_ids
-    if eos is not None and any(not 0 <= token < vocab for token in eos):
-        raise ValueError(f"eos_ids must lie in the vocabulary 0..{vocab - 1}, found {list(eos)}")
+    eos = end_ids(engine, config.eos_ids)
     ids = [
-        encode_prompt(p, engine.tokenizer, chat=config.chat, vocab_size=vocab, max_length=engine.max_length)
+        encode_prompt(p, engine.tokenizer, chat=config.chat, vocab_size=engine.vocab_size, max_length=engine.max_length)
         for p in prompts
     ]
     options = Options(
         max_new_tokens=config.max_new_tokens,
         sampling=sampling,
-        eos_ids=engine.weights.config.eos_token_ids if eos is None else eos,
+        eos_ids=eos,
         ignore_eos=config.ignore_eos,
         seed=config.seed,
         log_probs=config.log_probs,
@@ -153,20 +146,13 @@ class Decoders:
     logits: Logits | None
 
 
-def load_decoders(job: Job, progress: Progress | None = None) -> Decoders:
+def load_decoders(job: Job, progress: LoadProgress | None = None) -> Decoders:
     """Load what a job needs; jobs with equal engines can share it."""
 
-    def of(what: str) -> Callable[[int, int, str], None]:
-        return lambda done, total, _: None if progress is None else progress(what, done, total)
-
-    pipeline = job.engine.pipeline(of("pipeline"))
+    pipeline = job.engine.pipeline(named_progress("pipeline", progress))
     if not job.compares:
         return Decoders(pipeline, None, None)
-    plain, model = job.engine.baseline(of("autoregressive decoder"))
-    allowed = np.arange(job.engine.vocab_size) < job.engine.num_tokens
-    if job.options.ignore_eos:
-        allowed[list(job.options.eos_ids)] = False
-    return Decoders(pipeline, plain, teacher_forced_logits(model, allowed))
+    return Decoders(pipeline, *load_plain(job.engine, job.options, progress))
 
 
 class Run:
@@ -175,7 +161,6 @@ class Run:
     def __init__(self, job: Job, decoders: Decoders):
         self.job = job
         self._decoders = decoders
-        self._warm: set[tuple[str, int, int, int]] = set()
         self._warm_up_seconds = 0.0
         self._outcomes: list[Outcome] = []
         self._batches: list[tuple[float, float]] = []
@@ -226,7 +211,7 @@ class Run:
             reference = self._reference(prompts, options)
             drafts = [scripted.drafts(result.ids, self.job.engine.vocab_size) for result in reference.results]
             options = dataclasses.replace(options, forced_drafts=drafts)
-        self._warm_up("pipeline", self._decoders.pipeline, prompts, options)
+        self._warm_up(self._decoders.pipeline, prompts, options)
         texts, options = self._texts(len(prompts), options)
         generation, several = Generation([]), len(prompts) > 1
         if not several:
@@ -260,25 +245,15 @@ class Run:
     def _reference(self, prompts: Sequence[Sequence[int]], options: Options) -> Generation:
         plain = self._decoders.plain
         assert plain is not None, "load_decoders loads it for jobs that compare"
-        self._warm_up("autoregressive", plain, prompts, options)
+        self._warm_up(plain, prompts, options)
         _, options = self._texts(len(prompts), options)
         generation = plain.generate(prompts, options)
         self._reference_batches.append(times_of(generation))
         return generation
 
-    def _warm_up(self, what: str, decoder: Decoder, prompts: Sequence[Sequence[int]], options: Options) -> None:
-        """Compile for a batch of this shape: prefill and one dispatch, whose tokens are thrown away."""
-        longest, config = max(map(len, prompts)), self.job.config
-        chunks = -(-longest // config.prefill_chunk) * config.prefill_chunk
-        spare = config.cycles_per_dispatch + self.job.engine.plan.num_columns + 1
-        whole = bucket(longest + (options.max_new_tokens or 0))
-        key = (what, len(prompts), bucket(max(chunks, longest + spare)), whole)
-        if key in self._warm:
-            return
+    def _warm_up(self, decoder: Decoder, prompts: Sequence[Sequence[int]], options: Options) -> None:
         start = time.perf_counter()
-        ended = dataclasses.replace(options, stop=lambda sequence, ids: len(ids) if len(ids) > 1 else None)
-        decoder.generate(prompts, ended)
-        self._warm.add(key)
+        decoder.warm_up(prompts, options)
         self._warm_up_seconds += time.perf_counter() - start
 
     def _outcome(self, generation: Generation, row: int, text: str | None, reference: Generation | None) -> Outcome:
