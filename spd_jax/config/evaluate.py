@@ -9,13 +9,13 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from spd_jax.config.run import EngineConfig, PipelineConfig, at_least
+from spd_jax.config.run import DecodingConfig, EngineConfig, PipelineConfig
 
 Turns = Literal["first", "all"]
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluateConfig(PipelineConfig):
+class EvaluateConfig(DecodingConfig):
     """One run of infer/evaluate.py: several heads over the same prompts, on one load of the target.
 
     Args:
@@ -23,18 +23,8 @@ class EvaluateConfig(PipelineConfig):
             to demonstrate exact cycle counts, oracle, anti or script:1101... as in infer/generate.py.
         prompts: JSONL files with turns, prompt or prompt_ids in a line, and question_id and category where there are
             any. The name of a file without its ending is the name of the data set.
-        limit: use only the first so many prompts of each file.
         turns: first answers the first turn of a prompt; all answers every turn, with the model's own earlier answers
             as context.
-        chat: put text prompts into the model's chat template; false encodes them as they are.
-        batch: prompts decoded together.
-        max_new_tokens: tokens to generate at most for a turn; null for as many as the context holds.
-        temperature: 0 is greedy.
-        top_k: sample among the k most likely tokens; 0 is off.
-        top_p: sample among the most likely tokens that hold this share of probability; 1 is off.
-        seed: of the random numbers; a prompt's own depend on its data set, line and turn, not on its neighbours.
-        eos_ids: token ids that end a text (default: the model's).
-        ignore_eos: forbid the ids that end a text, to the target and the draft alike.
         compare: decode the same prompts autoregressively too, on one device; when greedy, compare the ids.
         out: folder for the samples, the summary and the picture. A second run of the same command goes on where the
             first one ended.
@@ -42,26 +32,12 @@ class EvaluateConfig(PipelineConfig):
 
     heads: tuple[str, ...] = ()
     prompts: tuple[str, ...] = ()
-    limit: int | None = None
     turns: Turns = "first"
-    chat: bool = True
-    batch: int = 1
-    max_new_tokens: int | None = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    eos_ids: tuple[int, ...] | None = None
-    ignore_eos: bool = False
     compare: bool = True
     out: str = "out/evaluation"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("limit", "batch"):
-            at_least(1, name, getattr(self, name))
-        at_least(0, "max_new_tokens", self.max_new_tokens)
-        at_least(0, "seed", self.seed)
         if not self.heads:
             raise ValueError("heads is empty: give --heads with head folders, target, oracle, anti or script:1101...")
         if not self.prompts:

@@ -74,31 +74,22 @@ class EngineConfig(PipelineConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateConfig(EngineConfig):
-    """One run of infer/generate.py.
+class DecodingConfig(PipelineConfig):
+    """How prompts are decoded, whatever is then done with the answers.
 
     Args:
-        prompt: prompts as text; `-` reads one from standard input. Takes the place of `prompts`.
-        prompts: a JSONL file with prompt, turns (the first is taken) or prompt_ids in a line; `-` for standard input.
-        limit: use only the first so many prompts.
+        limit: use only the first so many prompts of a file.
         chat: put text prompts into the model's chat template; false encodes them as they are.
         batch: prompts decoded together.
-        max_new_tokens: tokens to generate at most; null for as many as the context holds.
+        max_new_tokens: tokens to generate at most for an answer; null for as many as the context holds.
         temperature: 0 is greedy.
         top_k: sample among the k most likely tokens; 0 is off.
         top_p: sample among the most likely tokens that hold this share of probability; 1 is off.
         seed: of the random numbers; a prompt's own do not depend on its neighbours.
-        stop: strings that end a text; the text ends before, the ids with the token that completed the string.
         eos_ids: token ids that end a text (default: the model's).
         ignore_eos: forbid the ids that end a text, to the target and the draft alike.
-        log_probs: record the log-probability of every token under the target.
-        compare: decode autoregressively too, on one device, and compare.
-        json: file for the results.
-        trace: PNG file for the timeline of the pipeline; further prompts go to FILE-2.png, FILE-3.png, ...
     """
 
-    prompt: tuple[str, ...] = ()
-    prompts: str | None = None
     limit: int | None = None
     chat: bool = True
     batch: int = 1
@@ -107,13 +98,8 @@ class GenerateConfig(EngineConfig):
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
-    stop: tuple[str, ...] = ()
     eos_ids: tuple[int, ...] | None = None
     ignore_eos: bool = False
-    log_probs: bool = False
-    compare: bool = False
-    json: str | None = None
-    trace: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,6 +107,32 @@ class GenerateConfig(EngineConfig):
             at_least(1, name, getattr(self, name))
         at_least(0, "max_new_tokens", self.max_new_tokens)
         at_least(0, "seed", self.seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig(DecodingConfig, EngineConfig):
+    """One run of infer/generate.py.
+
+    Args:
+        prompt: prompts as text; `-` reads one from standard input. Takes the place of `prompts`.
+        prompts: a JSONL file with prompt, turns (the first is taken) or prompt_ids in a line; `-` for standard input.
+        stop: strings that end a text; the text ends before, the ids with the token that completed the string.
+        log_probs: record the log-probability of every token under the target.
+        compare: decode autoregressively too, on one device, and compare.
+        json: file for the results.
+        trace: PNG file for the timeline of the pipeline; further prompts go to FILE-2.png, FILE-3.png, ...
+    """
+
+    prompt: tuple[str, ...] = ()
+    prompts: str | None = None
+    stop: tuple[str, ...] = ()
+    log_probs: bool = False
+    compare: bool = False
+    json: str | None = None
+    trace: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if "" in self.stop:
             raise ValueError("stop holds an empty string, which would end every text at once")
 
