@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from spd_jax.config.run import Dtype, PipelineLayout
+from spd_jax.config.run import Dtype, PipelineLayout, at_least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +129,6 @@ class DistillConfig:
         least = {1: positive, 2: "row_length", 0: countable}
         for lowest, names in least.items():
             for name in names.split():
-                value = getattr(self, name)
-                if value is not None and value < lowest:
-                    raise ValueError(f"{name} must be at least {lowest}, found {value}")
+                at_least(lowest, name, getattr(self, name))
         if self.decode_every and self.decode_prompts is None:
             raise ValueError("decode_every needs decode_prompts, a JSONL file of prompts")

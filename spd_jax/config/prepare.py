@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from spd_jax.config.run import at_least
+
 
 @dataclasses.dataclass(frozen=True)
 class PrepareConfig:
@@ -46,9 +48,7 @@ class PrepareConfig:
         if not self.sources:
             raise ValueError("no source: give --sources FILE or NAME (one or more)")
         for name, least in (("max_length", 2), ("min_supervised", 1), ("limit", 1), ("shuffle_seed", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be at least {least}, found {value}")
+            at_least(least, name, getattr(self, name))
         whole = self.held_out >= 1 and float(self.held_out).is_integer()
         if not (math.isfinite(self.held_out) and (0 <= self.held_out < 1 or whole)):
             raise ValueError(f"held_out must be a share in [0, 1) or a whole number from 1 on, found {self.held_out}")
