@@ -5,10 +5,10 @@ The pipeline is loaded once; heads are exchanged in place. Knows decoding and no
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
+from spd_jax.config.distill import DistillConfig
 from spd_jax.config.run import EngineConfig
 from spd_jax.decode.assemble import open_engine
 from spd_jax.decode.options import Options
@@ -18,20 +18,11 @@ from spd_jax.plan import StagePlan
 from spd_jax.speculation.module import SpeculationModule
 
 
-class Watching(Protocol):
-    """The options of a training run that say what is decoded."""
-
-    target: str
-    decode_prompts: str | None
-    decode_limit: int
-    decode_new_tokens: int
-
-
-def decoding_evaluator(config: Any, plan: StagePlan) -> Callable[[SpeculationModule], Mapping[str, float]]:
+def decoding_evaluator(config: DistillConfig, plan: StagePlan) -> Callable[[SpeculationModule], Mapping[str, float]]:
     """Figures `s0` and `alpha`, greedy, pooled over the prompts.
 
     Args:
-        config: `Watching`.
+        config: of the training run; its target, and what it says of decoding.
         plan: of the heads to come; their anchors and draft layers are its own.
 
     Raises:
@@ -50,7 +41,7 @@ def decoding_evaluator(config: Any, plan: StagePlan) -> Callable[[SpeculationMod
 
     def evaluate(module: SpeculationModule) -> Mapping[str, float]:
         old = decoders[0] if decoders else engine.pipeline()
-        decoder = old.with_head(module, dataclasses.replace(plan))
+        decoder = old.with_head(module, plan)
         decoders[:] = [decoder]
         found = acceptance(decoder, prompts, options, batch=len(prompts))
         return {"s0": found.s0, "alpha": found.alpha}

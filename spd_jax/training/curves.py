@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -100,12 +100,6 @@ def _short(value: float) -> str:
     if abs(value) >= 1e6:
         return f"{value / 1e6:g}M"
     return f"{value / 1e3:g}k" if abs(value) >= 1e3 else f"{value:g}"
-
-
-class Board(Protocol):
-    """Where numbers go by name and step."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
 
 
 def open_board(path: Path) -> Any:
