@@ -33,6 +33,7 @@ from spd_jax.data.prepared import (
     shard_columns,
     spec_digest,
 )
+from spd_jax.files import write_whole
 
 
 class PreparedWriter:
@@ -174,6 +175,4 @@ def _write_arrow(file: Path, rows: Sequence[Row]) -> None:
 
 
 def _write_json(file: Path, tree: Mapping[str, Any]) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, file)
+    write_whole(file, (json.dumps(tree, indent=2, ensure_ascii=False) + "\n").encode())

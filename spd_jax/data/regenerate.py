@@ -23,6 +23,7 @@ import numpy as np
 
 from spd_jax.data.conversations import Conversation, Skipped
 from spd_jax.data.dialogue import Answer, Dialogue
+from spd_jax.files import write_whole
 
 FORMAT = "spd_jax regenerated conversations"
 FORMAT_VERSION = 1  # raise it when the same specification would give other lines or another order
@@ -215,9 +216,7 @@ def _continue(path: Path, plan: Plan) -> list[_Line]:
         if path.exists() and path.stat().st_size:
             raise RegenerateError(f"{path} is there, but not {manifest} that would say what it was made from")
         manifest.parent.mkdir(parents=True, exist_ok=True)
-        whole = manifest.with_name(manifest.name + ".part")
-        whole.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        whole.replace(manifest)
+        write_whole(manifest, (json.dumps(facts, indent=1) + "\n").encode())
         return []
     try:
         found = json.loads(manifest.read_text(encoding="utf-8"))

@@ -17,8 +17,9 @@ from rich.table import Table
 
 from spd_jax.evaluation.evaluation_job import AUTOREGRESSIVE, EvaluationJob
 from spd_jax.evaluation.figures import grouped
-from spd_jax.evaluation.report import write_json, write_whole
+from spd_jax.evaluation.report import write_json
 from spd_jax.evaluation.samples import Sample
+from spd_jax.files import write_whole
 
 WIDTH, WIDEST_NAME = 132, 22
 

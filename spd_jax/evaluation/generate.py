@@ -29,9 +29,10 @@ from spd_jax.evaluation.prompts import (
     read_prompts,
     text_prompts,
 )
-from spd_jax.evaluation.report import Facts, Outcome, Report, counted, prepare_output, times_of, write_json, write_whole
+from spd_jax.evaluation.report import Facts, Outcome, Report, counted, prepare_output, times_of, write_json
 from spd_jax.evaluation.text import IdStream, TextStream
 from spd_jax.evaluation.timeline import reconstruct
+from spd_jax.files import write_whole
 
 Decoder = PipelineDecoder | AutoregressiveDecoder
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 from spd_jax.decode.options import Generation, SequenceResult
 from spd_jax.evaluation.compare import Comparison
 from spd_jax.evaluation.metrics import acceptance_rate, acceptance_rates, alpha, equivalent_accept_length
+from spd_jax.files import write_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,20 +243,6 @@ def times_of(generation: Generation) -> tuple[float, float]:
 def write_json(path: str | Path, tree: dict[str, Any]) -> None:
     """Write a JSON file, all of it or nothing."""
     write_whole(path, (json.dumps(tree, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8"))
-
-
-def write_whole(path: str | Path, data: bytes) -> None:
-    """Write a file beside its place and rename it, so that nobody ever sees half of it."""
-    path = Path(path)
-    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        Path(partial).chmod(0o644)
-        Path(partial).replace(path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
 
 
 def prepare_output(path: str | Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+
+from spd_jax.files import write_whole
 
 RUN_FILE, LOG_FILE, CURVES = "run.json", "log.jsonl", "curves.png"
 STATES, BEST, LAST, BOARD = "states", "best", "last", "tensorboard"
@@ -163,9 +164,7 @@ def open_run(path: Path, spec: Mapping[str, Any], *, overwrite: bool = False) ->
             return True
         _empty(path)
     path.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(spec, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, file)
+    write_whole(file, (json.dumps(spec, indent=2) + "\n").encode())
     return False
 
 
@@ -207,6 +206,4 @@ class Log:
     def cut(self, step: int) -> None:
         """Forget everything after a step: a resumed run will see it again."""
         kept = [event for event in self.read() if event["step"] <= step]
-        partial = self._path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
-        os.replace(partial, self._path)
+        write_whole(self._path, "".join(json.dumps(event) + "\n" for event in kept).encode())

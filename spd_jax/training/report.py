@@ -5,12 +5,12 @@ Makes text and files; printing is the script's business.
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from spd_jax.files import write_whole
 from spd_jax.training.checkpoints import BEST, BOARD, CURVES, LAST, LOG_FILE, Log
 from spd_jax.training.curves import draw_curves, open_board
 from spd_jax.training.distill import Distillation
@@ -38,9 +38,7 @@ class Reporter:
         log = Log(self._path / LOG_FILE).read()
         if any(line["kind"] == "step" for line in log):
             title = f"{Path(self._config.target).name}, n = {self._plan.num_stages}, Ls = {self._plan.num_draft_layers}"
-            partial = self._path / f".{CURVES}"
-            partial.write_bytes(draw_curves(log, title))
-            os.replace(partial, self._path / CURVES)
+            write_whole(self._path / CURVES, draw_curves(log, title))
 
     def line(self, event: Event) -> str | None:
         """A line worth printing: every look at held-out data, a step from time to time."""
