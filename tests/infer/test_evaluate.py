@@ -16,6 +16,7 @@ from spd_jax.evaluation.evaluation_job import EvaluationJob
 from spd_jax.evaluation.generate import Decoders
 from spd_jax.weights.tokenizer import load_tokenizer
 from tests.infer.conftest import COMMON, Answer
+from tests.one_line import assert_one_clear_line
 
 N, STAGES, SCRIPT = 12, 4, "script:1110110"
 TOKENS = ["--max_new_tokens", str(N), "--batch", "2"]
@@ -243,7 +244,5 @@ def test_ids_that_differ_without_reason_end_in_an_error(evaluate: Evaluate, file
 def test_one_clear_line(evaluate: Evaluate, files: list[str], arguments: list[str], message: str):
     answer = evaluate(*[files[1] if word == "FILE" else word for word in arguments])
     assert answer.code == 2
-    assert answer.err.startswith("error: ")
-    assert answer.err.count("\n") == 1
-    assert message in answer.err
+    assert_one_clear_line(answer.err, message)
     assert not (evaluate.folder / "out").exists()

@@ -10,6 +10,7 @@ import pytest
 
 from tests.byte_text import TARGET
 from tests.infer.conftest import Generate
+from tests.one_line import assert_one_clear_line
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -44,9 +45,7 @@ ROOT = Path(__file__).parent.parent.parent
 def test_one_clear_line(generate: Generate, arguments: list[str], message: str):
     answer = generate(*arguments)
     assert answer.code == 2
-    assert answer.err.startswith("error: ")
-    assert answer.err.count("\n") == 1
-    assert message in answer.err
+    assert_one_clear_line(answer.err, message)
     assert answer.json is None
     assert "Traceback" not in answer.out + answer.err
 

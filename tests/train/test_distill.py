@@ -19,6 +19,7 @@ from spd_jax.speculation.checkpoint import load_head
 from spd_jax.weights.load import open_target
 from spd_jax.weights.mapping import config_digest
 from spd_jax.weights.tokenizer import load_tokenizer
+from tests.one_line import assert_one_clear_line
 from tests.training.world import conversations, make_data, make_target
 from train import distill as script
 
@@ -157,9 +158,7 @@ def test_a_run_and_the_next(distill: Run, world: Path, tmp_path: Path):
 def test_one_clear_line(distill: Run, arguments: list[str], said: str):
     code, _, error = distill(*arguments)
     assert code == 2
-    assert error.startswith("error: ")
-    assert said in error
-    assert error.count("\n") == 1
+    assert_one_clear_line(error, said)
 
 
 def test_data_and_heads_of_others(distill: Run, world: Path, tmp_path: Path):

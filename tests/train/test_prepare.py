@@ -7,6 +7,7 @@ import pytest
 
 from spd_jax.data.prepared import open_prepared
 from tests.data_.chat import byte_tokenizer
+from tests.one_line import assert_one_clear_line
 from train import prepare as script
 
 
@@ -45,7 +46,4 @@ def test_a_run_and_the_next(arguments: list[str], tmp_path: Path, capsys: pytest
 )
 def test_one_clear_line(arguments: list[str], capsys: pytest.CaptureFixture[str], more: list[str], said: str):
     assert script.main([*arguments, *more]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert said in error
-    assert error.count("\n") == 1
+    assert_one_clear_line(capsys.readouterr().err, said)

@@ -10,6 +10,7 @@ import pytest
 from spd_jax.data.sources import read_conversations
 from spd_jax.weights.load import load_decoder, open_target
 from tests.byte_text import copy_target
+from tests.one_line import assert_one_clear_line
 from tests.tiny import decoder_logits
 from train import regenerate as script
 
@@ -87,8 +88,5 @@ def test_answers_are_the_targets_own(arguments: list[str], target: Path, capsys:
 )
 def test_one_clear_line(arguments: list[str], capsys: pytest.CaptureFixture[str], more: list[str], said: str):
     assert script.main([*arguments, *more]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert said in error
-    assert error.count("\n") == 1
+    assert_one_clear_line(capsys.readouterr().err, said)
     assert not Path(arguments[arguments.index("--out") + 1]).exists()
