@@ -36,6 +36,8 @@ class DistillConfig:
         objective: what is minimised; see spd_jax/training/objectives.py.
         score_types: newest scores type 0 only, all scores every feature type.
         deeper_weight: of the other types' loss with score_types all.
+        fill_acceptance: how many positions are in flight: as many as where decoding with this share of right drafts
+            drafts (a rejection leaves one); null for all of them half of the time, else uniform, as published.
         optimizer: adamw or muon.
         learning_rate: at its highest.
         schedule: how it falls until the last step.
@@ -87,6 +89,7 @@ class DistillConfig:
     objective: Literal["kl", "cross_entropy", "total_variation", "acceptance", "blend"] = "kl"
     score_types: Literal["newest", "all"] = "newest"
     deeper_weight: float = 1.0
+    fill_acceptance: float | None = None
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 1e-4
     schedule: Literal["linear", "cosine", "constant"] = "linear"

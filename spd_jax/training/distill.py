@@ -33,6 +33,7 @@ from spd_jax.speculation.module import (
 from spd_jax.speculation.vocabulary import choose_draft_vocabulary, count_tokens
 from spd_jax.training.checkpoints import LOG_FILE, STATES, Log, StateStore, open_run
 from spd_jax.training.optimizer import OptimizerOptions, learning_rate, make_optimizer
+from spd_jax.training.rows import fill_shares
 from spd_jax.training.sharding import data_mesh
 from spd_jax.training.start import fit_projections
 from spd_jax.training.step import PassOptions, Programs
@@ -100,8 +101,9 @@ class Distillation:
         programs = Programs(mesh, module, self.plan, target, optimizer, passes, config.placement)
         store = StateStore(self.path / STATES, config.keep)
         if fits and store.latest() is None:
+            fills = fill_shares(self.plan.num_stages, config.fill_acceptance)
             last = range(stream.steps_per_epoch - 1, -1, -1)[: config.fit_batches]
-            rows = (as_rows(stream.batch_at(index), self.plan.num_stages, seed=0, step=0) for index in last)
+            rows = (as_rows(stream.batch_at(index), fills, seed=0, step=0) for index in last)
             fit_projections(programs, module, self._first_layer(), rows)
         pace = Pace(
             steps,
@@ -124,6 +126,7 @@ class Distillation:
             rate=learning_rate(options, steps),
             evaluator=evaluator,
             earlier=self.earlier,
+            fill_acceptance=config.fill_acceptance,
         )
         trainer.resume()
         return trainer
@@ -262,6 +265,7 @@ def _held_out(parts: Sequence[PreparedData]) -> Mixture | None:
 def _refuse_misfits(config: DistillConfig, weights: TargetWeights, tokenizer: Tokenizer, head: HeadConfig) -> None:
     """Raise for what would fail later, before a folder is made for the run."""
     optimizer_options(config)
+    fill_shares(config.stages, config.fill_acceptance)
     devices = data_mesh(config.device_count).size
     if config.rows % devices:
         raise ValueError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from spd_jax import struct
 
@@ -33,18 +33,32 @@ def document_starts(segments_BS: Int[np.ndarray, "B S"]) -> Int[np.ndarray, "B S
     return np.maximum.accumulate(np.where(begins, index, np.int32(0)), axis=1)
 
 
-def draw_fill(
-    low_BS: Int[np.ndarray, "B S"], num_stages: int, *, seed: int, step: int, full: bool = False
-) -> Int[np.ndarray, "B S"]:
-    """Positions in flight of every document: n with probability 1/2, else uniform in 1..n-1 (algorithm, section 7).
+def fill_shares(num_stages: int, acceptance: float | None = None) -> Float[np.ndarray, "n"]:
+    """How often 1..n positions are in flight: n half of the time, else uniform (algorithm, section 7); or, where a
+    share `acceptance` of all drafts is right, as often as decoding drafts with so many, all of them right.
 
-    The same numbers for the same seed, step and place in the batch, on whatever devices. `full` gives n everywhere.
+    A rejection leaves one position in flight and every right draft adds one until the pipeline is full, so F = k has
+    the share (1 - a) a^(k-1), and F = n what is left, a^(n-1). What is drafted behind a wrong token is thrown away.
+
+    Raises:
+        ValueError: acceptance is not in [0, 1].
     """
-    fill = np.full(low_BS.shape, num_stages, np.int32)
-    if full or num_stages == 1:
-        return fill
-    rng = np.random.default_rng([seed, step])
-    partly = rng.random(low_BS.shape) < 0.5
-    drawn = rng.integers(1, num_stages, low_BS.shape, dtype=np.int32)
-    drawn = np.where(partly, drawn, fill)
-    return np.take_along_axis(drawn, low_BS, axis=1)  # what was drawn where the document starts
+    if acceptance is None:
+        return np.asarray([0.5 / (num_stages - 1)] * (num_stages - 1) + [0.5]) if num_stages > 1 else np.ones(1)
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"fill_acceptance is {acceptance}: a share of drafts from 0 to 1 is needed")
+    reached = np.float64(acceptance) ** np.arange(num_stages)
+    return reached - np.append(reached[1:], 0.0)
+
+
+def draw_fill(
+    low_BS: Int[np.ndarray, "B S"], shares_n: Float[np.ndarray, "n"], *, seed: int, step: int
+) -> Int[np.ndarray, "B S"]:
+    """Positions in flight of every document, k as often as `shares_n[k - 1]` says.
+
+    The same numbers for the same seed, step and place in the batch, on whatever devices.
+    """
+    drawn = np.random.default_rng([seed, step]).random(low_BS.shape)
+    # The last bound is beyond every number drawn: sums of shares may end a little below 1.
+    fill = 1 + np.searchsorted(np.cumsum(shares_n)[:-1], drawn, side="right")
+    return np.take_along_axis(fill.astype(np.int32), low_BS, axis=1)  # what was drawn where the document starts

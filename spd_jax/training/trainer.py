@@ -19,7 +19,7 @@ from spd_jax.data.packing import Batch, BatchStream
 from spd_jax.speculation.module import SpeculationModule
 from spd_jax.training.checkpoints import Log, StateStore
 from spd_jax.training.loss import Figures
-from spd_jax.training.rows import Rows, document_starts, draw_fill
+from spd_jax.training.rows import Rows, document_starts, draw_fill, fill_shares
 from spd_jax.training.step import Programs, TrainState
 
 Number = int | float
@@ -61,7 +61,8 @@ class NotFinite(ArithmeticError):
 
 
 class Trainer:
-    """Trains a module; `earlier` counts the tokens that it has seen before this run."""
+    """Trains a module; `earlier` counts the tokens that it has seen before this run, `fill_acceptance` is that of
+    `fill_shares`, and holds for held-out data too (without it they are read with a full pipeline)."""
 
     def __init__(
         self,
@@ -78,7 +79,11 @@ class Trainer:
         rate: Callable[[int], Any],
         evaluator: Evaluator | None = None,
         earlier: Mapping[str, int] | None = None,
+        fill_acceptance: float | None = None,
     ):
+        stages = programs.plan.num_stages
+        self._fill_shares = fill_shares(stages, fill_acceptance)
+        self._held_out_shares = fill_shares(stages, 1.0 if fill_acceptance is None else fill_acceptance)
         self.programs, self.pace, self.log = programs, pace, log
         self._stream, self._held_out, self._seed, self._store = stream, held_out, seed, store
         self._save_head, self._rate, self._evaluator = save_head, rate, evaluator
@@ -137,7 +142,7 @@ class Trainer:
         sums = self.programs.zeros(self.state)
         for index in range(step * self.pace.accumulate, (step + 1) * self.pace.accumulate):
             batch = self._stream.batch_at(index)
-            rows = as_rows(batch, self.programs.plan.num_stages, seed=self._seed, step=index)
+            rows = as_rows(batch, self._fill_shares, seed=self._seed, step=index)
             sums = self.programs.gradient_step(sums, self.state, rows)
             self._counts["tokens"] += int(np.count_nonzero(batch.segments))
             self._counts["supervised"] += int(np.count_nonzero(batch.scored))
@@ -193,10 +198,10 @@ class Trainer:
         return name in found and found[name] > self._best.get(name, 0.0)
 
     def _evaluate(self, stream: BatchStream) -> dict[str, float]:
-        """Figures of the first batches of a stream at full fill."""
+        """Figures of the first batches of a stream, always with the same fill."""
         total: Figures | None = None
         for index in range(min(self.pace.evaluate_batches, stream.steps_per_epoch)):
-            rows = as_rows(stream.batch_at(index), self.programs.plan.num_stages, seed=0, step=0, full=True)
+            rows = as_rows(stream.batch_at(index), self._held_out_shares, seed=0, step=index)
             figures = self.programs.held_out(self.state, rows)
             total = figures if total is None else jax.tree.map(jax.numpy.add, total, figures)
         return {} if total is None else rates(jax.device_get(total), self.programs.plan.num_stages)
@@ -213,10 +218,10 @@ def _short(value: Number) -> Number:
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
-def as_rows(batch: Batch, num_stages: int, *, seed: int, step: int, full: bool = False) -> Rows:
+def as_rows(batch: Batch, fill_shares_n: np.ndarray, *, seed: int, step: int) -> Rows:
     """A packed batch with the number of positions in flight drawn for each document."""
     low = document_starts(batch.segments)
-    fill = draw_fill(low, num_stages, seed=seed, step=step, full=full)
+    fill = draw_fill(low, fill_shares_n, seed=seed, step=step)
     return Rows(batch.ids, batch.positions, low, fill, batch.scored)
 
 
@@ -224,8 +229,8 @@ def rates(figures: Figures, num_stages: int) -> dict[str, float]:
     """Shares of scored positions, for type 0.
 
     `top1`: drafts that greedy verification would accept; `acceptance`: sum min(p, q), what sampling at temperature 1
-    would; `coverage`: positions whose likeliest token is in the draft vocabulary; `projected_s0`: from `top1`, with all
-    of the pipeline in flight. `draft_loss` is over covered positions. `block<i>_top1`: of the deeper blocks, richest
+    would; `coverage`: positions whose likeliest token is in the draft vocabulary; `projected_s0`: from `top1`, if it is
+    that of decoding. `draft_loss` is over covered positions. `block<i>_top1`: of the deeper blocks, richest
     first, where they are scored.
     """
     count, covered = max(float(figures.count), 1.0), max(float(figures.covered), 1.0)

@@ -13,7 +13,7 @@ from spd_jax.data.packing import make_batch
 from spd_jax.data.prepared import Example
 from spd_jax.speculation.module import SpeculationModule
 from spd_jax.training import start
-from spd_jax.training.rows import Rows
+from spd_jax.training.rows import Rows, fill_shares
 from spd_jax.training.start import fit_projections
 from spd_jax.training.trainer import as_rows
 from tests.decode.engine import VOCAB
@@ -28,7 +28,7 @@ def some_rows(seed: int = 0, *, padded: int = 0) -> Rows:
     documents = [
         [Example(random.integers(0, VOCAB, n, dtype=np.int32), np.ones(n, bool)) for n in (9, 15)] for _ in range(8)
     ]
-    return as_rows(make_batch(documents, 24 + padded), PLAN.num_stages, seed=0, step=0)
+    return as_rows(make_batch(documents, 24 + padded), fill_shares(PLAN.num_stages), seed=0, step=0)
 
 
 def fitted(batches: Sequence[Rows], layer: int = LAYER) -> tuple[SpeculationModule, list[float]]:

@@ -12,7 +12,7 @@ from spd_jax import struct
 from spd_jax.data.prepared import Example
 from spd_jax.nn import blockwise
 from spd_jax.testing.weights import RandomWeights
-from spd_jax.training.rows import Rows, document_starts, draw_fill
+from spd_jax.training.rows import Rows, document_starts, draw_fill, fill_shares
 from spd_jax.training.sharding import Placement, data_mesh
 from spd_jax.training.step import PassOptions, Programs, TrainState
 from tests.decode.engine import model_config, random_head
@@ -39,7 +39,7 @@ def batch(step: int) -> Rows:
         return Example(random_ids(length, seed=int(rng.integers(1 << 30))), rng.random(length) < 0.7)
 
     made = packed(*([document(int(size)) for size in rng.integers(3, 11, count)] for count in (3, 1, 2, 2, 3, 1, 2, 3)))
-    return rows_of(made, draw_fill(document_starts(made.segments), TRAINED.num_stages, seed=0, step=step))
+    return rows_of(made, draw_fill(document_starts(made.segments), fill_shares(TRAINED.num_stages), seed=0, step=step))
 
 
 def some_rows(rows: Rows, kept: slice) -> Rows:

@@ -116,9 +116,9 @@ def test_micro_batches_are_read_in_a_row(tmp_path: Path, monkeypatch: pytest.Mon
     """Each with a fill of its own."""
     drawn: list[int] = []
 
-    def draw(low: Any, num_stages: int, *, seed: int, step: int, full: bool) -> Any:
+    def draw(low: Any, shares: Any, *, seed: int, step: int) -> Any:
         drawn.append(step)
-        return draw_fill(low, num_stages, seed=seed, step=step, full=full)
+        return draw_fill(low, shares, seed=seed, step=step)
 
     monkeypatch.setattr("spd_jax.training.trainer.draw_fill", draw)
     trainer = finish(make_trainer(tmp_path, total_steps=3, accumulate=2))
