@@ -79,6 +79,7 @@ def make_trainer(
     save_head: Callable[..., None] = no_head,
     evaluator: Evaluator | None = None,
     earlier: Mapping[str, int] | None = None,
+    fill_acceptance: float | None = None,
     **pace: int,
 ) -> Trainer:
     """A trainer of a run in `path`, from its newest state; ten steps, or as `pace` says."""
@@ -97,6 +98,7 @@ def make_trainer(
         rate=learning_rate(OPTIONS, STEPS),
         evaluator=evaluator,
         earlier=earlier,
+        fill_acceptance=fill_acceptance,
     )
     trainer.resume()
     return trainer

@@ -131,6 +131,31 @@ def test_micro_batches_are_read_in_a_row(tmp_path: Path, monkeypatch: pytest.Mon
     assert trainer.programs.accumulate._cache_size() == 1  # the pass is compiled once
 
 
+@pytest.mark.parametrize(
+    ("acceptance", "trained", "looked_at"), [(None, {1, 2}, {2}), (0.0, {1}, {1}), (1.0, {2}, {2})]
+)
+def test_fills_are_drawn_as_asked(
+    acceptance: float | None, trained: set[int], looked_at: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The pipeline of the tests has two stages, so the least and the largest fill are all there are."""
+    trainer = make_trainer(tmp_path, total_steps=6, evaluate_every=6, fill_acceptance=acceptance)
+    fills: dict[str, set[int]] = {"gradient_step": set(), "held_out": set()}
+
+    def watch(name: str) -> None:
+        call = getattr(trainer.programs, name)
+
+        def watched(*arguments: Any) -> Any:
+            fills[name] |= set(np.unique(arguments[-1].fill).tolist())
+            return call(*arguments)
+
+        monkeypatch.setattr(trainer.programs, name, watched)
+
+    watch("gradient_step")
+    watch("held_out")
+    finish(trainer)
+    assert fills == {"gradient_step": trained, "held_out": looked_at}
+
+
 # Heads
 
 
