@@ -101,6 +101,7 @@ def save_head(
     partial.mkdir()
     try:
         safetensors.numpy.save_file(tensors, partial / TENSOR_FILE, metadata={"format": FORMAT})
+        (partial / TENSOR_FILE).chmod(0o644)  # safetensors lets nobody but the owner read what it writes
         (partial / CONFIG_FILE).write_text(text, encoding="utf-8")
         for file in (partial / TENSOR_FILE, partial / CONFIG_FILE, partial):
             _flush_to_disk(file)

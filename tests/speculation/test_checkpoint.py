@@ -109,6 +109,10 @@ def test_head_that_borrows_the_targets_rows_stores_none(tmp_path: Path):
     assert "lm_head" not in safetensors.numpy.load_file(tmp_path / "head" / "head.safetensors")
 
 
+def test_others_may_read_a_head(saved: Path):
+    assert all(file.stat().st_mode & 0o444 == 0o444 for file in saved.iterdir())
+
+
 def test_file_names_its_conventions(saved: Path):
     tree = json.loads((saved / "config.json").read_text())
     assert tree["anchors"]["convention"] == "hidden state index, output of that many layers, before the final norm"
