@@ -51,7 +51,7 @@ def curves(log: Sequence[Line], title: str, *, dots_per_inch: int = 110) -> Figu
         },
         "o",
     )
-    _evaluations(length, log, tokens, {"projected_s0": (_HELD, "projected from greedy acceptance, pipeline full")}, "o")
+    _evaluations(length, log, tokens, {"projected_s0": (_HELD, "projected from greedy acceptance")}, "o")
     decoded = [line for line in log if line["kind"] == "decoding"]
     if decoded:
         points = [tokens[line["step"]] for line in decoded]
