@@ -6,6 +6,7 @@ import pytest
 
 from spd_jax.config.command_line import UsageError, parse_command_line
 from spd_jax.config.run import GenerateConfig
+from tests.config.help import help_of
 
 TARGET = ["--target", "model"]
 
@@ -90,10 +91,12 @@ def test_values_out_of_range_say_what_would_be_right(arguments: list[str], messa
 
 
 def test_help_names_every_field(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as caught:
-        parse("--help")
-    assert caught.value.code == 0
-    shown = capsys.readouterr().out
-    for name in GenerateConfig.__dataclass_fields__:
-        assert f"--{name}" in shown
-    assert "strings that end a text" in shown
+    assert "strings that end a text" in help_of(GenerateConfig, capsys)
+
+
+@pytest.mark.parametrize("head", ["target", "oracle", "script:1101"])
+def test_the_demo_has_its_stages_with_every_head(head: str):
+    """Only a trained head's folder says for how many it was made."""
+    demo = Path(__file__).parents[2] / "configs" / "smollm2_135m" / "demo.yaml"
+    found = parse("--config", str(demo), "--head", head)
+    assert (found.head, found.stages, found.devices) == (head, 8, 9)
