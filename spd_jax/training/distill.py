@@ -33,7 +33,7 @@ from spd_jax.speculation.module import (
 from spd_jax.speculation.vocabulary import choose_draft_vocabulary, count_tokens
 from spd_jax.training.checkpoints import LOG_FILE, STATES, Log, StateStore, open_run
 from spd_jax.training.optimizer import OptimizerOptions, learning_rate, make_optimizer
-from spd_jax.training.rows import fill_shares
+from spd_jax.training.rows import Fills, make_fills
 from spd_jax.training.sharding import data_mesh
 from spd_jax.training.start import fit_projections
 from spd_jax.training.step import PassOptions, Programs
@@ -53,7 +53,8 @@ UNCHANGING |= {"compilation_cache", "tensorboard", "target", "data", "head"}
 class Distillation:
     """A run that can start: nothing of the target's weights has been read yet.
 
-    `earlier` counts the tokens that the head has seen in runs before this one.
+    `fills` says how full the simulated pipeline is, `earlier` counts the tokens that the head has seen in runs before
+    this one.
     """
 
     config: DistillConfig
@@ -64,6 +65,7 @@ class Distillation:
     data: Mixture
     held_out: Mixture | None
     coverage: float
+    fills: Fills
     earlier: Mapping[str, int]
     resumes: bool
 
@@ -101,9 +103,8 @@ class Distillation:
         programs = Programs(mesh, module, self.plan, target, optimizer, passes, config.placement)
         store = StateStore(self.path / STATES, config.keep)
         if fits and store.latest() is None:
-            fills = fill_shares(self.plan.num_stages, config.fill_acceptance)
             last = range(stream.steps_per_epoch - 1, -1, -1)[: config.fit_batches]
-            rows = (as_rows(stream.batch_at(index), fills, seed=0, step=0) for index in last)
+            rows = (as_rows(stream.batch_at(index), self.fills.trained, seed=0, step=0) for index in last)
             fit_projections(programs, module, self._first_layer(), rows)
         pace = Pace(
             steps,
@@ -119,6 +120,7 @@ class Distillation:
             stream,
             held_out,
             pace,
+            fills=self.fills,
             seed=config.seed,
             store=store,
             log=Log(self.path / LOG_FILE),
@@ -126,7 +128,6 @@ class Distillation:
             rate=learning_rate(options, steps),
             evaluator=evaluator,
             earlier=self.earlier,
-            fill_acceptance=config.fill_acceptance,
         )
         trainer.resume()
         return trainer
@@ -243,6 +244,7 @@ def open_distillation(config: DistillConfig) -> Distillation:
             "evaluation off with --evaluate_every 0"
         )
     plan, head, coverage, earlier = _head(config, weights, tokenizer, data)
+    fills = make_fills(plan.num_stages, config.fill_acceptance)
     _refuse_misfits(config, weights, tokenizer, head)
     spec = {
         **settings(config),
@@ -251,7 +253,7 @@ def open_distillation(config: DistillConfig) -> Distillation:
         "head": "target" if config.head == "target" else str(read_manifest(config.head).training),
     }
     resumes = open_run(Path(config.out), spec, overwrite=config.overwrite)
-    return Distillation(config, weights, tokenizer, plan, head, data, held_out, coverage, earlier, resumes)
+    return Distillation(config, weights, tokenizer, plan, head, data, held_out, coverage, fills, earlier, resumes)
 
 
 def _held_out(parts: Sequence[PreparedData]) -> Mixture | None:
@@ -265,7 +267,6 @@ def _held_out(parts: Sequence[PreparedData]) -> Mixture | None:
 def _refuse_misfits(config: DistillConfig, weights: TargetWeights, tokenizer: Tokenizer, head: HeadConfig) -> None:
     """Raise for what would fail later, before a folder is made for the run."""
     optimizer_options(config)
-    fill_shares(config.stages, config.fill_acceptance)
     devices = data_mesh(config.device_count).size
     if config.rows % devices:
         raise ValueError(

@@ -5,7 +5,7 @@ Knows arrays of documents, not where they come from.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -49,6 +49,23 @@ def fill_shares(num_stages: int, acceptance: float | None = None) -> Float[np.nd
         raise ValueError(f"fill_acceptance is {acceptance}: a share of drafts from 0 to 1 is needed")
     reached = np.float64(acceptance) ** np.arange(num_stages)
     return reached - np.append(reached[1:], 0.0)
+
+
+class Fills(NamedTuple):
+    """Shares of 1..n positions in flight, `[n]`, of what is trained on and of held-out data."""
+
+    trained: Float[np.ndarray, "n"]
+    held_out: Float[np.ndarray, "n"]
+
+
+def make_fills(num_stages: int, acceptance: float | None = None) -> Fills:
+    """Those of `fill_shares` for both; held-out data of the published draw are read with a full pipeline.
+
+    Raises:
+        ValueError: as `fill_shares`.
+    """
+    trained = fill_shares(num_stages, acceptance)
+    return Fills(trained, trained if acceptance is not None else fill_shares(num_stages, 1.0))
 
 
 def draw_fill(

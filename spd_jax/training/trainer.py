@@ -19,7 +19,7 @@ from spd_jax.data.packing import Batch, BatchStream
 from spd_jax.speculation.module import SpeculationModule
 from spd_jax.training.checkpoints import Log, StateStore
 from spd_jax.training.loss import Figures
-from spd_jax.training.rows import Rows, document_starts, draw_fill, fill_shares
+from spd_jax.training.rows import Fills, Rows, document_starts, draw_fill
 from spd_jax.training.step import Programs, TrainState
 
 Number = int | float
@@ -61,8 +61,8 @@ class NotFinite(ArithmeticError):
 
 
 class Trainer:
-    """Trains a module; `earlier` counts the tokens that it has seen before this run, `fill_acceptance` is that of
-    `fill_shares`, and holds for held-out data too (without it they are read with a full pipeline)."""
+    """Trains a module; `fills` says how full the simulated pipeline is, `earlier` counts the tokens that the module has
+    seen before this run."""
 
     def __init__(
         self,
@@ -72,6 +72,7 @@ class Trainer:
         held_out: BatchStream | None,
         pace: Pace,
         *,
+        fills: Fills,
         seed: int,
         store: StateStore,
         log: Log,
@@ -79,12 +80,8 @@ class Trainer:
         rate: Callable[[int], Any],
         evaluator: Evaluator | None = None,
         earlier: Mapping[str, int] | None = None,
-        fill_acceptance: float | None = None,
     ):
-        stages = programs.plan.num_stages
-        self._fill_shares = fill_shares(stages, fill_acceptance)
-        self._held_out_shares = fill_shares(stages, 1.0 if fill_acceptance is None else fill_acceptance)
-        self.programs, self.pace, self.log = programs, pace, log
+        self.programs, self.pace, self.log, self._fills = programs, pace, log, fills
         self._stream, self._held_out, self._seed, self._store = stream, held_out, seed, store
         self._save_head, self._rate, self._evaluator = save_head, rate, evaluator
         self._counts = {"tokens": 0, "supervised": 0, "earlier_tokens": 0, "earlier_supervised": 0, **(earlier or {})}
@@ -142,7 +139,7 @@ class Trainer:
         sums = self.programs.zeros(self.state)
         for index in range(step * self.pace.accumulate, (step + 1) * self.pace.accumulate):
             batch = self._stream.batch_at(index)
-            rows = as_rows(batch, self._fill_shares, seed=self._seed, step=index)
+            rows = as_rows(batch, self._fills.trained, seed=self._seed, step=index)
             sums = self.programs.gradient_step(sums, self.state, rows)
             self._counts["tokens"] += int(np.count_nonzero(batch.segments))
             self._counts["supervised"] += int(np.count_nonzero(batch.scored))
@@ -201,7 +198,7 @@ class Trainer:
         """Figures of the first batches of a stream, always with the same fill."""
         total: Figures | None = None
         for index in range(min(self.pace.evaluate_batches, stream.steps_per_epoch)):
-            rows = as_rows(stream.batch_at(index), self._held_out_shares, seed=0, step=index)
+            rows = as_rows(stream.batch_at(index), self._fills.held_out, seed=0, step=index)
             figures = self.programs.held_out(self.state, rows)
             total = figures if total is None else jax.tree.map(jax.numpy.add, total, figures)
         return {} if total is None else rates(jax.device_get(total), self.programs.plan.num_stages)

@@ -17,6 +17,7 @@ from spd_jax.plan import StagePlan
 from spd_jax.speculation.module import SpeculationModule
 from spd_jax.training.checkpoints import Log, StateStore
 from spd_jax.training.optimizer import OptimizerOptions, learning_rate, make_optimizer
+from spd_jax.training.rows import make_fills
 from spd_jax.training.sharding import Placement, data_mesh
 from spd_jax.training.step import PassOptions, Programs
 from spd_jax.training.target import load_frozen_target
@@ -91,6 +92,7 @@ def make_trainer(
         Recorded(Conversations(STEPS), rows=ROWS, row_length=ROW_LENGTH, seed=0),
         BatchStream(Conversations(1, seed=1), rows=ROWS, row_length=ROW_LENGTH),
         Pace(**{**whole, "save_every": 5, **pace}),
+        fills=make_fills(PLAN.num_stages, fill_acceptance),
         seed=0,
         store=StateStore(path / "states", keep=2),
         log=Log(path / "log.jsonl"),
@@ -98,7 +100,6 @@ def make_trainer(
         rate=learning_rate(OPTIONS, STEPS),
         evaluator=evaluator,
         earlier=earlier,
-        fill_acceptance=fill_acceptance,
     )
     trainer.resume()
     return trainer
