@@ -87,11 +87,13 @@ def _evaluations(
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """Averages around every value, over fewer neighbours towards the ends: what falls is not shown late."""
+    """Averages around every value, over fewer neighbours towards the ends, so that what falls is not shown late; but
+    never over very few, whose noise would look like a turn."""
     reach, last = int(SMOOTHING * len(values) / 2), len(values) - 1
     found = []
     for i in range(len(values)):
-        near = values[i - min(reach, i, last - i) : i + min(reach, i, last - i) + 1]
+        around = max(min(reach, i, last - i), reach // 4)
+        near = values[max(i - around, 0) : i + around + 1]
         found.append(sum(near) / len(near))
     return found
 

@@ -55,6 +55,15 @@ def test_a_warm_start_begins_where_the_head_was():
     assert lines_of(loss)["held-out loss, newest position"][0] == [5000, 6000, 7000, 8000, 9000]
 
 
+def test_the_last_value_is_no_average_of_its_own():
+    """The noise of the last step looked like a turn of the run."""
+    log = [line for line in run_log(400) if line["kind"] == "step"]
+    log[-1]["loss"] += 3.0
+    _, y = lines_of(curves(log, "a run").axes[0])["training loss, averaged"]
+    line = 2.0 - 400 / 40
+    assert line < y[-1] < line + 1.1
+
+
 def test_an_outlier_is_shared_by_its_neighbours_on_both_sides():
     log = [line for line in run_log(101) if line["kind"] == "step"]
     for line in log:
