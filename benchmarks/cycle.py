@@ -62,7 +62,7 @@ def autoregressive(base: Baseline, capacity: int) -> Timed:
     prefill, dispatch, grow = decoder.compiled(batch.options.sampling.mode, False)
     request = decoder.request(batch)
     state, _, _ = prefill(decoder.weights, request, *decoder.prompt_arrays(batch))
-    if state.v[0].shape[2] < capacity:
+    if state.caches.capacity < capacity:
         state = grow(state, capacity)
 
     def prepare() -> tuple[Any, ...]:

@@ -15,14 +15,14 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
+from spd_jax.config.model import AttentionConfig
 from spd_jax.decode.heads import both_logits
 from spd_jax.decode.programs import SHARDED, local_params, params_spec
 from spd_jax.decode.sampling import best
 from spd_jax.decode.verify import verify_greedy
-from spd_jax.models.decoder import head_logits, run_layers
+from spd_jax.models.decoder import Ropes, head_logits, run_layers
 from spd_jax.nn.attention import attend_prefix_and_rows, cache_layout
 from spd_jax.nn.layers import Attend, rms_norm
-from spd_jax.nn.rope import rope_table
 from spd_jax.parallel.mesh import gather_ranks, psum_packed, shift, varying
 from spd_jax.parallel.stack import PipelineParams, Program
 from spd_jax.parallel.vocab import local_ids
@@ -48,21 +48,22 @@ def draft_alone(
     mask = jnp.tril(jnp.ones((1, rows, rows), bool))
     key = jax.random.key(0)
     taps = jax.random.normal(key, (1, rows, len(config.anchors), size), head_rows.dtype)
-    front = (1, kind.num_kv_heads)
-    keys = [jnp.zeros((*front, kind.head_dim, capacity), taps.dtype) for _ in range(config.num_layers)]
-    values = [jnp.zeros((*front, capacity, kind.head_dim), taps.dtype) for _ in range(config.num_layers)]
+    attention = kind.attention
+    front = (1, attention.num_kv_heads)
+    keys = [jnp.zeros((*front, attention.head_dim, capacity), taps.dtype) for _ in range(config.num_layers)]
+    values = [jnp.zeros((*front, capacity, attention.head_dim), taps.dtype) for _ in range(config.num_layers)]
 
     def attend(k_cache: Array, v_cache: Array) -> Attend:
         length = jnp.full((1,), context, jnp.int32)
 
-        def over(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+        def over(q: Array, k: Array, v: Array, config: AttentionConfig) -> tuple[Array, None]:
             return attend_prefix_and_rows(q, k_cache, v_cache, length, *cache_layout(k, v), mask), None
 
         return over
 
     def run(state: Any, rows_VD: Array, norm: Array, taps: Array, keys: Any, values: Any) -> Array:
         module: SpeculationModule = nnx.merge(graphdef, state)
-        rope = rope_table(config.rope, kind.head_dim, positions)
+        ropes = Ropes(positions)
 
         def body(step: Array, taps: Array) -> Array:
             features: list[Array] = []
@@ -75,9 +76,9 @@ def draft_alone(
                 )
             x_BTD = jnp.stack(features, axis=1)
             hiddens, _ = run_layers(
-                module.layers, x_BTD, rope, [attend(k, v) for k, v in zip(keys, values, strict=True)]
+                module.layers, x_BTD, ropes, [attend(k, v) for k, v in zip(keys, values, strict=True)]
             )
-            logits = head_logits(rms_norm(hiddens[-1][:, -1], norm, kind.rms_norm_eps), rows_VD)
+            logits = head_logits(rms_norm(hiddens[-1][:, -1], norm, kind.norm), rows_VD)
             _, token = best(logits, jnp.arange(logits.shape[-1], dtype=jnp.int32))
             return taps.at[:, 0, 0].set(rows_VD[token]).at[:, 1:, 0].add(hiddens[-1][:, 1:] * 1e-6)
 

@@ -33,11 +33,11 @@ from jaxtyping import Array
 from jsonargparse import auto_cli
 from timing import Timed, interleave, median, ratio
 
-from spd_jax.config.model import LayerConfig, ModelConfig, RopeConfig
+from spd_jax.config.model import ModelConfig
 from spd_jax.nn.layers import project
 from spd_jax.plan import StagePlan, make_plan
 from spd_jax.speculation.module import HeadConfig, SpeculationModule
-from spd_jax.testing.weights import RandomWeights
+from spd_jax.testing.weights import RandomWeights, dense_layer
 from spd_jax.training.allocator import keep_freed_memory
 from spd_jax.training.forward import dense_attention, draft_pass
 from spd_jax.training.loss import Figures
@@ -97,8 +97,9 @@ class Size:
     @functools.cached_property
     def model(self) -> ModelConfig:
         """The target."""
-        layer = LayerConfig(self.hidden, self.intermediate, self.heads, self.kv_heads, self.hidden // self.heads, 1e-5)
-        return ModelConfig("llama", self.vocab, self.layers, layer, RopeConfig(), 8192, True, (2,))
+        heads = (self.heads, self.kv_heads, self.hidden // self.heads)
+        layer = dense_layer(self.hidden, self.intermediate, *heads, 1e-5)
+        return ModelConfig("llama", self.vocab, (layer,) * self.layers, 8192, True, (2,))
 
     @functools.cached_property
     def plan(self) -> StagePlan:
@@ -109,7 +110,7 @@ class Size:
         """A random head; a draft vocabulary is spread over all ids."""
         count = self.draft_vocabulary
         ids = None if count == 0 else tuple(np.linspace(0, self.vocab - 1, count).astype(int).tolist())
-        config = HeadConfig(self.model.layer, self.model.rope, self.draft_layers, self.plan.anchors, self.vocab, ids)
+        config = HeadConfig(self.model.layers[0], self.draft_layers, self.plan.anchors, self.vocab, ids)
         graphdef, state = nnx.split(nnx.eval_shape(lambda: SpeculationModule(config, rngs=nnx.Rngs(0))))
         rng = np.random.default_rng(1)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spd_jax.config.model import LayerConfig, ModelConfig, RopeConfig
+from spd_jax.config.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig
 from spd_jax.models.decoder import Decoder
 
 LLAMA: dict[str, Any] = {
@@ -36,22 +36,16 @@ LLAMA: dict[str, Any] = {
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
-    """The `ModelConfig` of `LLAMA`; changes to fields of the layer go to the layer."""
-    layer = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "rms_norm_eps": 1e-5,
-    }
-    names = LayerConfig.__dataclass_fields__
-    layer |= {name: value for name, value in changes.items() if name in names}
+    """The `ModelConfig` of `LLAMA`; changes to fields of the attention go there, sizes and biases of the MLP to it."""
+    names = AttentionConfig.__dataclass_fields__
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    attention = AttentionConfig(**heads | {name: value for name, value in changes.items() if name in names})
+    mlp = MlpConfig(changes.pop("intermediate_size", 48), bias=changes.pop("mlp_bias", False))
+    layer = LayerConfig(32, NormConfig(1e-5), attention, mlp)
     model: dict[str, Any] = {
         "family": "llama",
         "vocab_size": 64,
-        "num_layers": 2,
-        "rope": RopeConfig(),
+        "layers": (layer,) * changes.pop("num_layers", 2),
         "max_position": 256,
         "tie_embeddings": False,
         "eos_token_ids": (2,),
@@ -59,20 +53,29 @@ def tiny_config(**changes: Any) -> ModelConfig:
         "pad_token_id": 0,
     }
     model |= {name: value for name, value in changes.items() if name not in names}
-    return ModelConfig(layer=LayerConfig(**layer), **model)
+    return ModelConfig(**model)
 
 
 def random_llama(seed: int = 0, **changes: Any) -> Any:
     """A transformers model with `LLAMA`'s config and these changes."""
+    return random_model("llama", seed, **(LLAMA | changes))
+
+
+def random_model(model_type: str, seed: int = 0, **fields: Any) -> Any:
+    """A transformers model of any family with this config (fields that are None are left out)."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**(LLAMA | changes))).eval()
+    given = {name: value for name, value in fields.items() if value is not None or name == "sliding_window"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **given), attn_implementation="eager")
+    model = model.eval()
+    zero_centred = model_type.startswith(("gemma", "qwen3_5"))
     with torch.no_grad():
         for name, value in model.named_parameters():
             if "norm" in name:
-                value.copy_(1.0 + 0.2 * torch.randn_like(value))
+                middle = 0.0 if zero_centred and "linear_attn" not in name else 1.0
+                value.copy_(middle + 0.2 * torch.randn_like(value))
             elif name.endswith("bias"):
                 value.copy_(0.3 * torch.randn_like(value))
             else:

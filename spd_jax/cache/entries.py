@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from spd_jax import struct
-from spd_jax.config.model import LayerConfig
+from spd_jax.config.model import AttentionConfig
 
 
 @struct.dataclass
@@ -39,7 +39,13 @@ class AttentionCache:
 
 
 def empty_cache(
-    kind: LayerConfig, batch: int, capacity: int, columns: int, width: int, dtype: Any, leading: tuple[int, ...] = ()
+    kind: AttentionConfig,
+    batch: int,
+    capacity: int,
+    columns: int,
+    width: int,
+    dtype: Any,
+    leading: tuple[int, ...] = (),
 ) -> AttentionCache:
     """Zeros; `leading` axes (the rank axis) come first."""
     front, size = (*leading, batch, kind.num_kv_heads), kind.head_dim

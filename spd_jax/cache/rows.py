@@ -1,15 +1,47 @@
-"""Caches of all layers of one device, keys `[B, K, H, S]` and values `[B, K, S, H]`, without an in-flight window.
+"""Caches of all layers of one device without an in-flight window: keys `[B, K, H, S]` and values `[B, K, S, H]` of
+attention, the memory of gated delta nets.
 
 What autoregressive decoding keeps. Which positions are valid is kept elsewhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
+
+from spd_jax import struct
+from spd_jax.config.model import AttentionConfig, LayerConfig
+from spd_jax.nn.deltanet import Memory, empty_memory
+
+
+@struct.dataclass
+class LayerCaches:
+    """Keys and values of the layers with attention, memories of the others, each in the order of the layers."""
+
+    k: tuple[Array, ...]
+    v: tuple[Array, ...]
+    memories: tuple[Memory, ...]
+
+    @property
+    def capacity(self) -> int:
+        """Positions that there is room for."""
+        return self.v[0].shape[2]
+
+
+def empty_caches(layers: Sequence[LayerConfig], batch: int, capacity: int, dtype: Any) -> LayerCaches:
+    """Caches of nothing."""
+    mixers = [layer.mixer for layer in layers]
+    attention = [mixer for mixer in mixers if isinstance(mixer, AttentionConfig)]
+    return LayerCaches(
+        tuple(jnp.zeros((batch, c.num_kv_heads, c.head_dim, capacity), dtype) for c in attention),
+        tuple(jnp.zeros((batch, c.num_kv_heads, capacity, c.head_dim), dtype) for c in attention),
+        tuple(empty_memory(c, batch, dtype) for c in mixers if not isinstance(c, AttentionConfig)),
+    )
+
 
 UNROLLED_WRITES = 8  # sequences
 Layers = tuple[Array, ...]
@@ -37,10 +69,11 @@ def write_rows(k: Layers, v: Layers, new_k: Layers, new_v: Layers, start_B: Int[
     return k, v
 
 
-def grow_rows(k: Layers, v: Layers, capacity: int) -> tuple[Layers, Layers]:
+def grow_caches(caches: LayerCaches, capacity: int) -> LayerCaches:
     """The same caches with room for `capacity` positions."""
-    room = (0, capacity - v[0].shape[2])
-    return (
-        tuple(jnp.pad(x, ((0, 0), (0, 0), (0, 0), room)) for x in k),
-        tuple(jnp.pad(x, ((0, 0), (0, 0), room, (0, 0))) for x in v),
+    room = (0, capacity - caches.capacity)
+    return LayerCaches(
+        tuple(jnp.pad(x, ((0, 0), (0, 0), (0, 0), room)) for x in caches.k),
+        tuple(jnp.pad(x, ((0, 0), (0, 0), room, (0, 0))) for x in caches.v),
+        caches.memories,
     )

@@ -7,7 +7,7 @@ Nothing here knows of arrays or devices.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
@@ -18,6 +18,7 @@ class RopeConfig:
 
     Names follow Hugging Face's `rope_parameters`. Fields that a kind does not use are ignored by it. `llama3` and
     `yarn` need `original_max_position`. `attention_factor` None means the value that yarn derives from `factor`.
+    `partial_rotary_factor` is the share of a head, from its front, that is rotated at all.
     """
 
     theta: float = 10000.0
@@ -32,34 +33,121 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    partial_rotary_factor: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerConfig:
-    """Everything that fixes the parameters and the arithmetic of one dense, full-attention decoder layer.
+class NormConfig:
+    """Root mean square norms of a model; `zero_centred` ones multiply by 1 + weight."""
 
-    Two layers with equal `LayerConfig` can live in the same slots of a rank.
+    eps: float
+    zero_centred: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """Grouped-query attention with rotary embeddings.
+
+    `qk_norm` norms every query and key head, `gated` multiplies the mixed values by the sigmoid of a further
+    projection, `window` lets a position see itself and the `window - 1` before it (None: all before it), `score_cap` c
+    makes c tanh(s / c) of a score s, `scale` multiplies scores (None: head_dim^-1/2).
     """
 
-    hidden_size: int
-    intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
-    activation: str = "silu"
+    rope: RopeConfig = RopeConfig()
     qk_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
-    mlp_bias: bool = False
+    gated: bool = False
+    window: int | None = None
+    score_cap: float | None = None
+    scale: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; rotary embeddings need an even head_dim")
+        if self.rotary_dim % 2:
+            what = "head_dim" if self.rotary_dim == self.head_dim else "the rotated part of head_dim"
+            raise ValueError(f"{what} {self.rotary_dim} is odd; rotary embeddings need an even head_dim")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading dimensions of a head that are rotated."""
+        return int(self.head_dim * self.rope.partial_rotary_factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNetConfig:
+    """Linear attention by the gated delta rule (arXiv 2412.06464), behind a causal convolution over the last
+    `conv_kernel` positions.
+
+    A key head serves `num_value_heads / num_key_heads` neighbouring value heads. The state of a value head is a matrix
+    `key_dim` x `value_dim`.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads {self.num_value_heads} is not a multiple of linear_num_key_heads "
+                f"{self.num_key_heads}"
+            )
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values of all heads."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+
+Mixer = AttentionConfig | DeltaNetConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpConfig:
+    """down(act(gate(x)) * up(x))."""
+
+    intermediate_size: int
+    activation: str = "silu"
+    bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """Everything that fixes the parameters and the arithmetic of one decoder layer.
+
+    `mixer` is what lets positions see each other. `post_norms` also norms what mixer and MLP give, before it is added.
+    Two layers with equal `LayerConfig` can live in the same slots of a rank.
+    """
+
+    hidden_size: int
+    norm: NormConfig
+    mixer: Mixer
+    mlp: MlpConfig
+    post_norms: bool = False
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The attention of a layer that has one.
+
+        Raises:
+            TypeError: it has another mixer.
+        """
+        if not isinstance(self.mixer, AttentionConfig):
+            raise TypeError(f"a layer with {type(self.mixer).__name__} has no attention")
+        return self.mixer
+
+    def with_attention(self, **changes: Any) -> LayerConfig:
+        """This layer with some fields of its attention changed."""
+        return dataclasses.replace(self, mixer=dataclasses.replace(self.attention, **changes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,26 +155,55 @@ class ModelConfig:
     """A target model: its layers, its vocabulary and its special tokens.
 
     `vocab_size` is the number of embedding rows; `max_position` the number of positions the model was made for;
-    `eos_token_ids` every id that ends a generation (may be empty).
+    `eos_token_ids` every id that ends a generation (may be empty). Embeddings are multiplied by `embedding_scale`;
+    `logit_cap` c makes c tanh(z / c) of a logit z.
     """
 
     family: str
     vocab_size: int
-    num_layers: int
-    layer: LayerConfig
-    rope: RopeConfig
+    layers: tuple[LayerConfig, ...]
     max_position: int
     tie_embeddings: bool
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+    embedding_scale: float = 1.0
+    logit_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError("a model needs at least one layer")
+
+    @property
+    def num_layers(self) -> int:
+        """Layers L."""
+        return len(self.layers)
 
     @property
     def hidden_size(self) -> int:
         """Width D of the hidden states."""
-        return self.layer.hidden_size
+        return self.layers[0].hidden_size
 
     @property
-    def layers(self) -> tuple[LayerConfig, ...]:
-        """The layer at every index 0..L-1."""
-        return (self.layer,) * self.num_layers
+    def norm(self) -> NormConfig:
+        """The final norm; its kind is that of the layers' norms."""
+        return self.layers[0].norm
+
+
+def facts(config: Any) -> dict[str, Any]:
+    """A config's fields that differ from their defaults, as plain values.
+
+    What identifies a config: a field that is added later, with a default that means what was so far, changes nothing.
+    """
+    found = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.default is dataclasses.MISSING or value != field.default:
+            found[field.name] = _plain(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {"kind": type(value).__name__, **facts(value)}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value

@@ -142,8 +142,7 @@ class Engine:
             )
             return module
         config = HeadConfig(
-            layer=draft_layer_config(target.layer),
-            rope=target.rope,
+            layer=draft_layer_config(target),
             num_layers=self.plan.num_draft_layers,
             anchors=self.plan.anchors,
             vocab_size=target.vocab_size,

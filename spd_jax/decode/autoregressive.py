@@ -18,7 +18,8 @@ from flax import nnx
 from jaxtyping import Array
 
 from spd_jax import struct
-from spd_jax.cache.rows import grow_rows, write_rows
+from spd_jax.cache.rows import LayerCaches, empty_caches, grow_caches, write_rows
+from spd_jax.config.model import AttentionConfig
 from spd_jax.decode.batch import Batch, bucket, make_batch
 from spd_jax.decode.options import Generation, Options, Piece
 from spd_jax.decode.sampling import (
@@ -32,18 +33,17 @@ from spd_jax.decode.sampling import (
     row_keys,
 )
 from spd_jax.decode.state import IDLE, UNDRAFTED
-from spd_jax.models.decoder import Decoder, run_layers
-from spd_jax.nn.attention import PREFILL_BLOCK, attend_prefix_and_rows, cache_layout
+from spd_jax.models.decoder import Decoder, Ropes, embed, run_layers
+from spd_jax.nn.attention import PREFILL_BLOCK, attend_prefix_and_rows, cache_layout, sees, window_starts
+from spd_jax.nn.deltanet import Memory, Recurrence
 from spd_jax.nn.layers import Attend
-from spd_jax.nn.rope import rope_table
 
 
 @struct.dataclass
 class StepState:
-    """`k` `[B, K, H, S]`, `v` `[B, K, S, H]` per layer; `token` `[B]`, at `position` `[B]`, is not yet in the cache."""
+    """`token` `[B]`, at `position` `[B]`, is not yet in the caches."""
 
-    k: tuple[Array, ...]
-    v: tuple[Array, ...]
+    caches: LayerCaches
     token: Array
     position: Array
     active: Array
@@ -122,7 +122,7 @@ class AutoregressiveDecoder:
         start, step = time.perf_counter(), 0
         while batch.active.any():
             needed = self._capacity(batch.longest() + self.steps_per_dispatch)
-            if needed > state.v[0].shape[2]:
+            if needed > state.caches.capacity:
                 state = grow(state, needed)
             state = struct.replace(state, active=jnp.asarray(batch.active))
             state, log = dispatch(self.weights, request, state)
@@ -150,7 +150,7 @@ class AutoregressiveDecoder:
             state, _ = dispatch(
                 self.weights, request, struct.replace(state, active=jnp.asarray(np.zeros(batch.size, bool)))
             )
-            capacity = state.v[0].shape[2]
+            capacity = state.caches.capacity
             if capacity >= last:
                 break
             state = grow(state, self._capacity(capacity + 1))
@@ -167,11 +167,7 @@ class AutoregressiveDecoder:
         longest = int(batch.lengths.max())
         padded = -(-longest // self.prefill_chunk) * self.prefill_chunk
         capacity = self._capacity(max(padded, longest + 1 + self.steps_per_dispatch))
-        front, size = (batch.size, self.config.layer.num_kv_heads), self.config.layer.head_dim
-        shapes = [(*front, size, capacity)] * self.config.num_layers + [
-            (*front, capacity, size)
-        ] * self.config.num_layers
-        caches = tuple(jnp.zeros(shape, self._dtype) for shape in shapes)
+        caches = empty_caches(self.config.layers, batch.size, capacity, self._dtype)
         arrays = (batch.padded_ids(capacity), batch.lengths, batch.limits, batch.seeds())
         return caches, *map(jnp.asarray, arrays)
 
@@ -227,44 +223,52 @@ class _Programs:
         return token, (at - log_normaliser(logits))[:, 0]
 
     def rows(
-        self, model: Decoder, ids_BT: Array, start: Array, k: tuple[Array, ...], v: tuple[Array, ...], running: Array
-    ) -> tuple[Array, tuple[Array, ...], tuple[Array, ...]]:
-        """Hidden states of new rows at positions start.., and the caches with their keys and values.
+        self, model: Decoder, ids_BT: Array, start: Array, caches: LayerCaches, running: Array, valid_BT: Array | None
+    ) -> tuple[Array, LayerCaches]:
+        """Hidden states of new rows at positions start.., and the caches with what is kept of them.
 
+        `valid_BT`: rows that count (None: all); rows behind a prompt's end are overwritten where attention keeps them.
         `running` is true whenever this is called. That XLA cannot know it puts all reading of the caches into a branch
         and the writing behind it; side by side in one computation, every cache would be copied twice a token.
         """
-        batch, length = ids_BT.shape
+        length = ids_BT.shape[1]
         positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)
-        mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (batch, length, length))
-        block = math.gcd(PREFILL_BLOCK, v[0].shape[2]) if length > 1 else None
+        block = math.gcd(PREFILL_BLOCK, caches.capacity) if length > 1 else None
 
-        def attend(layer: int) -> Attend:
-            def over(q: Array, new_k: Array, new_v: Array) -> tuple[Array, tuple[Array, Array]]:
+        def attend(k: Array, v: Array) -> Attend:
+            def over(
+                q: Array, new_k: Array, new_v: Array, config: AttentionConfig
+            ) -> tuple[Array, tuple[Array, Array]]:
                 new_k, new_v = cache_layout(new_k, new_v)
-                mixed = attend_prefix_and_rows(q, k[layer], v[layer], start, new_k, new_v, mask, block=block)
-                return mixed, (new_k, new_v)
+                mask, first = sees(positions, positions, config.window), window_starts(positions, config.window)
+                options = {"first_BT": first, "cap": config.score_cap, "block": block}
+                return attend_prefix_and_rows(q, k, v, start, new_k, new_v, mask, **options), (new_k, new_v)
 
             return over
 
-        def compute() -> tuple[Array, list[tuple[Array, Array]]]:
-            rope = rope_table(model.config.rope, model.config.layer.head_dim, positions)
-            x_BTD = model.embedding[...][ids_BT].astype(self.dtype)
-            hiddens, kept = run_layers(model.layers, x_BTD, rope, [attend(i) for i in range(len(model.layers))])
-            return hiddens[-1], kept
+        def compute() -> tuple[Array, tuple[Any, ...]]:
+            x_BTD = embed(model.embedding[...][ids_BT], model.config).astype(self.dtype)
+            regions, memories = zip(caches.k, caches.v, strict=True), iter(caches.memories)
+            pasts = [
+                attend(*next(regions)) if isinstance(c.mixer, AttentionConfig) else Recurrence(next(memories), valid_BT)
+                for c in model.config.layers
+            ]
+            hiddens, kept = run_layers(model.layers, x_BTD, Ropes(positions), pasts)
+            return hiddens[-1], tuple(kept)
 
-        def nothing() -> tuple[Array, list[tuple[Array, Array]]]:
+        def nothing() -> tuple[Array, tuple[Any, ...]]:
             return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(compute))
 
         hidden, kept = jax.lax.cond(running, compute, nothing)
-        new_k, new_v = tuple(layer_k for layer_k, _ in kept), tuple(layer_v for _, layer_v in kept)
-        return hidden, *write_rows(k, v, new_k, new_v, start)
+        rows = [entry for entry in kept if not isinstance(entry, Memory)]
+        k, v = write_rows(caches.k, caches.v, tuple(k for k, _ in rows), tuple(v for _, v in rows), start)
+        return hidden, LayerCaches(k, v, tuple(entry for entry in kept if isinstance(entry, Memory)))
 
     def prefill(
         self,
         weights: Any,
         request: StepRequest,
-        caches: tuple[Array, ...],
+        caches: LayerCaches,
         ids: Array,
         lengths: Array,
         limit: Array,
@@ -272,40 +276,40 @@ class _Programs:
     ) -> tuple[StepState, Array, Array]:
         """Fill the cache chunk by chunk and choose the first token."""
         model = nnx.merge(self.graphdef, weights)
-        half, batch = len(caches) // 2, ids.shape[0]
-        size = model.config.hidden_size
+        batch, size = ids.shape[0], model.config.hidden_size
+        rows = jnp.arange(self.chunk, dtype=jnp.int32)
 
-        def body(index: Array, carry: Any) -> Any:
-            k, v, final = carry
+        def body(index: Array, carry: tuple[LayerCaches, Array]) -> tuple[LayerCaches, Array]:
+            caches, final = carry
             start = index * self.chunk
             piece = jax.lax.dynamic_slice_in_dim(ids, start, self.chunk, axis=1)
-            hidden, k, v = self.rows(model, piece, jnp.full((batch,), 1, jnp.int32) * start, k, v, index < count)
+            first, valid = jnp.full((batch,), 1, jnp.int32) * start, start + rows < lengths[:, None]
+            hidden, caches = self.rows(model, piece, first, caches, index < count, valid)
             inside = lengths - 1 - start
             picked = jnp.take_along_axis(hidden, jnp.clip(inside, 0, self.chunk - 1)[:, None, None], axis=1)[:, 0]
-            return k, v, jnp.where(((inside >= 0) & (inside < self.chunk))[:, None], picked, final)
+            return caches, jnp.where(((inside >= 0) & (inside < self.chunk))[:, None], picked, final)
 
         count = (jnp.max(lengths) + self.chunk - 1) // self.chunk
         final = jnp.zeros((batch, size), self.dtype)
-        k, v, final = jax.lax.fori_loop(0, count, body, (caches[:half], caches[half:], final))
+        caches, final = jax.lax.fori_loop(0, count, body, (caches, final))
         keys = row_keys(seeds)
         token, log_prob = self.choose(model.logits(final), request, lengths, keys)
         ended = jnp.any(token[:, None] == request.eos, axis=1) | (limit <= 1)
         emitted = jnp.ones((batch,), jnp.int32)
-        state = StepState(k, v, token, lengths, ~ended, emitted, limit, keys)
+        state = StepState(caches, token, lengths, ~ended, emitted, limit, keys)
         return state, token, log_prob
 
     def step(self, model: Decoder, request: StepRequest, state: StepState) -> tuple[StepState, Any]:
         """One token for every active sequence."""
         running = jnp.any(state.active)
-        hidden, k, v = self.rows(model, state.token[:, None], state.position, state.k, state.v, running)
+        hidden, caches = self.rows(model, state.token[:, None], state.position, state.caches, running, None)
         token, log_prob = self.choose(model.logits(hidden[:, 0]), request, state.position + 1, state.keys)
         emitted = state.emitted + state.active.astype(jnp.int32)
         ended = jnp.any(token[:, None] == request.eos, axis=1) | (emitted >= state.limit)
         event = jnp.where(state.active, UNDRAFTED, IDLE).astype(jnp.int32)
         log = (event, jnp.where(state.active, token, -1), log_prob)
         new = StepState(
-            k=k,
-            v=v,
+            caches=caches,
             token=jnp.where(state.active, token, state.token),
             position=state.position + state.active.astype(jnp.int32),
             active=state.active & ~ended,
@@ -336,5 +340,4 @@ class _Programs:
 
 
 def _grow(state: StepState, capacity: int) -> StepState:
-    k, v = grow_rows(state.k, state.v, capacity)
-    return struct.replace(state, k=k, v=v)
+    return struct.replace(state, caches=grow_caches(state.caches, capacity))

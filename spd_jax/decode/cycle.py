@@ -9,17 +9,22 @@ Runs inside a shard_map over axis `stage`; knows nothing of prompts, text or how
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from spd_jax import struct
 from spd_jax.cache.entries import AttentionCache, commit_column
+from spd_jax.cache.layer import LayerCache
+from spd_jax.cache.recurrent import write_memory
 from spd_jax.decode import ranks
-from spd_jax.decode.compute import compute
+from spd_jax.decode.compute import compute, stage_position
 from spd_jax.decode.heads import Mode, Question, Request, answer
 from spd_jax.decode.state import ACCEPTED, FILL, IDLE, REJECTED, UNDRAFTED, Control, DecodeState, Log, Taps
 from spd_jax.decode.verify import Verdict
+from spd_jax.models.decoder import embed
 from spd_jax.nn.layers import project
 from spd_jax.parallel.mesh import AXIS, psum_packed, shift
 from spd_jax.parallel.stack import PipelineParams, Program
@@ -31,7 +36,7 @@ def cycle(
 ) -> tuple[DecodeState, Log]:
     """Advance every sequence by one cycle; the log has one entry a sequence (`[B]` leaves)."""
     control = state.control
-    hiddens, drafted, windows, finite = compute(program, params, state)
+    hiddens, drafted, kept, finite = compute(program, params, state)
     with jax.named_scope("exchange"):
         incoming = shift(hiddens[-1])
         final, drafted, new_taps, fault = _exchange(program, hiddens, drafted, finite)
@@ -50,7 +55,7 @@ def cycle(
         taps = enter(program, params, state.taps, new_taps, entering)
         hidden = jnp.where(ranks.stage_number(program) == 1, taps.newest, incoming)
     with jax.named_scope("commit"):
-        caches = _commit(program, state, windows)
+        caches = _commit(program, state, kept)
     return DecodeState(new_control, taps, hidden, caches, log_q), struct.replace(log, log_prob=log_prob)
 
 
@@ -149,6 +154,7 @@ def enter(program: Program, params: PipelineParams, taps: Taps, new: Array, toke
         slices.append(jnp.where(here[:, None], part[:, :, None], jnp.zeros((), part.dtype)))
     embedding = local_embedding(params.embedding, token_BW)
     embedding, fused = psum_packed((embedding, jnp.stack(slices, axis=1)))
+    embedding = embed(embedding, program.target)
     fused = fused.reshape(batch, len(changes), width, -1)[..., :size]
     features = [
         fused[:, changes.index(depth)] if depth in changes else taps.features[:, depth - 2]
@@ -157,11 +163,15 @@ def enter(program: Program, params: PipelineParams, taps: Taps, new: Array, toke
     return Taps(moved, jnp.stack(features, axis=1), embedding)
 
 
-def _commit(program: Program, state: DecodeState, windows: tuple) -> tuple[AttentionCache, ...]:
+def _commit(program: Program, state: DecodeState, kept: tuple[Any, ...]) -> tuple[LayerCache, ...]:
     control, columns = state.control, program.plan.num_columns
     draft_slot = ranks.is_draft_slot(program)
+    here = stage_position(program, control)
     caches = []
-    for slot, (cache, window) in enumerate(zip(state.caches, windows, strict=True)):
+    for slot, (cache, new) in enumerate(zip(state.caches, kept, strict=True)):
+        if not isinstance(cache, AttentionCache):
+            caches.append(write_memory(cache, here % cache.ring.state.shape[1], new))
+            continue
         position = jnp.where(draft_slot[slot], control.drafted, control.committed)
-        caches.append(commit_column(AttentionCache(cache.k, cache.v, window), position % columns, position))
+        caches.append(commit_column(AttentionCache(cache.k, cache.v, new), position % columns, position))
     return tuple(caches)

@@ -49,9 +49,9 @@ class Request:
 
 def target_logits(program: Program, params: PipelineParams, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
     """This rank's share of the target's logits."""
-    normed = rms_norm(hidden_BD, params.final_norm, program.target.layer.rms_norm_eps)
+    normed = rms_norm(hidden_BD, params.final_norm, program.target.norm)
     rows = params.embedding if params.head is None else params.head
-    return masked_logits(normed, rows, params.allowed)
+    return masked_logits(normed, rows, params.allowed, program.target.logit_cap)
 
 
 def both_logits(
@@ -63,10 +63,11 @@ def both_logits(
         target, draft = jnp.split(both, 2)
         return target, draft, jnp.arange(draft.shape[-1], dtype=jnp.int32)
     assert params.draft_head is not None
-    normed = rms_norm(draft_BD, params.final_norm, program.target.layer.rms_norm_eps)
+    normed = rms_norm(draft_BD, params.final_norm, program.target.norm)
     share = params.draft_share
     allowed = (share >= 0) & params.allowed[jnp.maximum(share, 0)]
-    return target_logits(program, params, final_BD), masked_logits(normed, params.draft_head, allowed), share
+    draft = masked_logits(normed, params.draft_head, allowed, program.target.logit_cap)
+    return target_logits(program, params, final_BD), draft, share
 
 
 def first_token(

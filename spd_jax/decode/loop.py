@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from spd_jax import struct
+from spd_jax.cache.layer import capacity_of
 from spd_jax.decode.batch import Batch, bucket, make_batch
 from spd_jax.decode.heads import Mode, Request
 from spd_jax.decode.options import Generation, Options, Piece
@@ -144,7 +145,7 @@ class PipelineDecoder:
         batch.active[:] = False
         while True:
             state, _ = self.dispatch(mode)(self.params, request, self._ready(batch, state), banned)
-            capacity = state.caches[0].v.shape[-2]
+            capacity = capacity_of(state.caches)
             if capacity >= last:
                 break
             state = grow_state(state, 2 * capacity)
@@ -189,7 +190,7 @@ class PipelineDecoder:
 
     def _ready(self, batch: Batch, state: DecodeState) -> DecodeState:
         """Grow the cache if the next dispatch may need it; end sequences that the host has ended."""
-        capacity = state.caches[0].v.shape[-2]
+        capacity = capacity_of(state.caches)
         needed = bucket(self._positions_needed(batch.longest()))
         if needed > capacity:
             state = grow_state(state, needed)

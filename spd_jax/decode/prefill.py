@@ -2,7 +2,8 @@
 
 The prompt is cut into chunks; at tick t stage s works on chunk t - (s - 1), so all stages are busy on a long prompt,
 and the draft layers follow as one more stage. Hidden state and taps travel together to the next rank; the ring closes
-from the last stage to the draft rank, where every prompt position is complete (type f(n) features).
+from the last stage to the draft rank, where every prompt position is complete (type f(n) features). A gated delta net
+keeps its running memory in column 0 of its ring, and leaves it in all.
 
 Runs inside a shard_map over axis `stage`. The number of chunks is data: one compilation serves all prompt lengths of a
 cache capacity.
@@ -19,14 +20,18 @@ from jaxtyping import Array, Int
 
 from spd_jax import struct
 from spd_jax.cache.entries import AttentionCache, write_chunk
-from spd_jax.config.model import LayerConfig, RopeConfig
+from spd_jax.cache.layer import LayerCache
+from spd_jax.cache.recurrent import RecurrentCache, fill_columns, read_memory, write_memory
+from spd_jax.config.model import AttentionConfig
 from spd_jax.decode import ranks
 from spd_jax.decode.heads import Mode, Request, first_token
 from spd_jax.decode.roles import run_slots, stack_hiddens, switch_roles
 from spd_jax.decode.state import Control, DecodeState, Taps
-from spd_jax.nn.attention import PREFILL_BLOCK, attend_prefix_and_rows, cache_layout
+from spd_jax.models.decoder import Ropes, embed
+from spd_jax.nn.attention import PREFILL_BLOCK, attend_prefix_and_rows, cache_layout, sees, window_starts
+from spd_jax.nn.decoder_layer import Past
+from spd_jax.nn.deltanet import Memory, Recurrence
 from spd_jax.nn.layers import Attend, project
-from spd_jax.nn.rope import rope_table
 from spd_jax.parallel.mesh import AXIS, gather_ranks, psum_packed, shift, varying
 from spd_jax.parallel.stack import PipelineParams, Program
 from spd_jax.parallel.vocab import local_embedding
@@ -37,7 +42,7 @@ class _Carry:
     """`ring` `[B, T, 1 + m, D]`: hidden state and taps from the rank before; `final` `[B, D]`: last stage's output at
     the last prompt position; `finite` `[]`: so is all that this rank's stage has made."""
 
-    caches: tuple[AttentionCache, ...]
+    caches: tuple[LayerCache, ...]
     ring: Array
     final: Array
     finite: Array
@@ -45,13 +50,28 @@ class _Carry:
 
 def _attend(cache: AttentionCache, start: Array, batch: int, length: int) -> Attend:
     prefix = jnp.full((batch,), 1, jnp.int32) * start
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (batch, length, length))
+    positions = jnp.broadcast_to(start + jnp.arange(length, dtype=jnp.int32), (batch, length))
 
-    def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
+    def attend(q: Array, k: Array, v: Array, config: AttentionConfig) -> tuple[Array, tuple[Array, Array]]:
         k, v = cache_layout(k, v)
-        return attend_prefix_and_rows(q, cache.k, cache.v, prefix, k, v, mask, block=PREFILL_BLOCK), (k, v)
+        mask, first = sees(positions, positions, config.window), window_starts(positions, config.window)
+        mixed = attend_prefix_and_rows(
+            q, cache.k, cache.v, prefix, k, v, mask, first_BT=first, cap=config.score_cap, block=PREFILL_BLOCK
+        )
+        return mixed, (k, v)
 
     return attend
+
+
+def _running(cache: RecurrentCache) -> Memory:
+    return read_memory(cache, jnp.zeros((cache.ring.state.shape[0],), jnp.int32))
+
+
+def _past(cache: LayerCache, start: Array, lengths_B: Array, length: int) -> Past:
+    if isinstance(cache, AttentionCache):
+        return _attend(cache, start, lengths_B.shape[0], length)
+    memory = jax.tree.map(lambda x: jnp.where(start == 0, jnp.zeros((), x.dtype), x), _running(cache))
+    return Recurrence(memory, valid=start + jnp.arange(length, dtype=jnp.int32) < lengths_B[:, None])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,42 +80,43 @@ class _Work:
 
     program: Program
     params: PipelineParams
-    caches: tuple[AttentionCache, ...]
+    caches: tuple[LayerCache, ...]
+    lengths: Array
     stage_start: Array
     stage_input: Array
     draft_start: Array
     draft_taps: Array
     projection: Array
 
-    def _rows(self, x_BTD: Array, start: Array, rope: RopeConfig, kind: LayerConfig, slots: tuple[int, ...]) -> Any:
+    def _rows(self, x_BTD: Array, start: Array, slots: tuple[int, ...]) -> Any:
         batch, length, _ = x_BTD.shape
         positions = jnp.broadcast_to(start + jnp.arange(length, dtype=jnp.int32), (batch, length))
-        table = rope_table(rope, kind.head_dim, positions)
         return run_slots(
             slots,
             self.program.slots.kinds,
             self.params.slots,
             x_BTD,
-            table,
-            lambda slot: _attend(self.caches[slot], start, batch, length),
+            Ropes(positions),
+            lambda slot: _past(self.caches[slot], start, self.lengths, length),
         )
 
     def stage(self, slots: tuple[int, ...]) -> tuple[Array, dict[int, Any]]:
         """Hidden state after each layer, new keys and values."""
-        target = self.program.target
-        hiddens, kept = self._rows(self.stage_input, self.stage_start, target.rope, target.layer, slots)
+        hiddens, kept = self._rows(self.stage_input, self.stage_start, slots)
         return stack_hiddens(hiddens, self.program.slots.max_stage_slots), kept
 
     def draft(self, slots: tuple[int, ...]) -> tuple[Array, dict[int, Any]]:
         """New keys and values; the hidden states are of no use."""
         features = project(self.draft_taps.reshape(*self.draft_taps.shape[:2], -1), self.projection)
-        program = self.program
-        _, kept = self._rows(features, self.draft_start, program.draft_rope, program.draft_layer, slots)
+        _, kept = self._rows(features, self.draft_start, slots)
         return jnp.zeros((), features.dtype), kept
 
-    def idle(self, slot: int) -> tuple[Array, Array]:
-        """Keys and values of a slot that does not run."""
-        kind, (batch, length, _) = self.program.slots.kinds[slot], self.stage_input.shape
+    def idle(self, slot: int) -> Any:
+        """What a slot keeps that does not run: keys and values of nothing, or the memory that it had."""
+        cache = self.caches[slot]
+        if isinstance(cache, RecurrentCache):
+            return _running(cache)
+        kind, (batch, length, _) = self.program.slots.kinds[slot].attention, self.stage_input.shape
         front, dtype = (batch, kind.num_kv_heads), self.stage_input.dtype
         return jnp.zeros((*front, kind.head_dim, length), dtype), jnp.zeros((*front, length, kind.head_dim), dtype)
 
@@ -119,11 +140,11 @@ class _Work:
 def prefill_chunks(
     program: Program,
     params: PipelineParams,
-    caches: tuple[AttentionCache, ...],
+    caches: tuple[LayerCache, ...],
     ids_BP: Int[Array, "B P"],
     lengths_B: Int[Array, " B"],
     chunk: int,
-) -> tuple[tuple[AttentionCache, ...], Array, Array]:
+) -> tuple[tuple[LayerCache, ...], Array, Array]:
     """Fill the committed caches of all stages and of the draft.
 
     Returns them, the final hidden state `[B, D]`, and whether all that this rank's stage made is finite.
@@ -148,11 +169,11 @@ def prefill_chunks(
         stage_start = jnp.clip(stage_chunk * chunk, 0, last_start)
         draft_start = jnp.clip(draft_chunk * chunk, 0, last_start)
         entering = jax.lax.dynamic_slice_in_dim(ids_BP, jnp.clip(index * chunk, 0, last_start), chunk, axis=1)
-        embedding = jax.lax.psum(local_embedding(params.embedding, entering), AXIS)
+        embedding = embed(jax.lax.psum(local_embedding(params.embedding, entering), AXIS), program.target)
         is_first = stage_index == 0
         x_BTD = jnp.where(is_first, embedding, carry.ring[:, :, 0])
         arrived = carry.ring[:, :, 1:]
-        work = _Work(program, params, carry.caches, stage_start, x_BTD, draft_start, arrived, projection)
+        work = _Work(program, params, carry.caches, lengths_B, stage_start, x_BTD, draft_start, arrived, projection)
         hiddens, kept = work.run(stage_valid, draft_valid)
 
         taps = jnp.where(is_first & (jnp.arange(anchors) == 0)[:, None], embedding[:, :, None], arrived)
@@ -163,21 +184,21 @@ def prefill_chunks(
         ends_here = stage_valid & (stage_index == plan.num_stages - 1) & (inside >= 0) & (inside < chunk)
         final = jnp.where(ends_here[:, None], picked, carry.final)
         finite = carry.finite & (jnp.all(jnp.isfinite(hiddens[-1])) | ~stage_valid)
-        written = [
-            write_chunk(
-                cache,
-                jnp.where(draft_slot[slot], draft_start, stage_start),
-                jnp.where(draft_slot[slot], draft_valid, stage_valid),
-                *kept[slot],
-            )
-            for slot, cache in enumerate(carry.caches)
-        ]
+        written: list[LayerCache] = []
+        for slot, cache in enumerate(carry.caches):
+            if isinstance(cache, RecurrentCache):
+                written.append(write_memory(cache, jnp.zeros_like(lengths_B), kept[slot]))
+                continue
+            where_to = jnp.where(draft_slot[slot], draft_start, stage_start)
+            valid = jnp.where(draft_slot[slot], draft_valid, stage_valid)
+            written.append(write_chunk(cache, where_to, valid, *kept[slot]))
         return _Carry(tuple(written), ring, final, finite)
 
     ring = jnp.zeros((batch, chunk, 1 + anchors, size), dtype)
     start = _Carry(caches, varying(ring), varying(jnp.zeros((batch, size), dtype)), varying(jnp.bool_(True)))
     end = jax.lax.fori_loop(0, chunks + plan.num_stages, tick, start)
-    return end.caches, jax.lax.psum(end.final, AXIS), end.finite
+    caches = tuple(fill_columns(c, _running(c)) if isinstance(c, RecurrentCache) else c for c in end.caches)
+    return caches, jax.lax.psum(end.final, AXIS), end.finite
 
 
 def _whole_projection(slice_DF: Array, size: int) -> Array:
@@ -193,7 +214,7 @@ def prefill(
     mode: Mode,
     params: PipelineParams,
     request: Request,
-    caches: tuple[AttentionCache, ...],
+    caches: tuple[LayerCache, ...],
     ids_BP: Array,
     lengths_B: Array,
     limit_B: Array,
@@ -225,7 +246,7 @@ def prefill(
         cycle=jnp.int32(0),
         fault=fault,
     )
-    embedding = psum_packed(local_embedding(params.embedding, token))[:, None]
+    embedding = embed(psum_packed(local_embedding(params.embedding, token))[:, None], program.target)
     taps = Taps(
         taps=jnp.zeros((batch, stages, 1, len(plan.anchors), size), dtype),
         features=jnp.zeros((batch, stages, 1, size), dtype),

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
 from spd_jax import struct
-from spd_jax.cache.entries import AttentionCache, empty_cache, grow_cache
+from spd_jax.cache.layer import LayerCache, empty_layer_cache, grow_layer_cache
 from spd_jax.decode.cycle import cycle
 from spd_jax.decode.heads import Mode
 from spd_jax.decode.prefill import prefill
@@ -137,11 +137,11 @@ def make_dispatch(program: Program, mode: Mode, mesh: Mesh, cycles: int) -> Call
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
 def make_caches(
     program: Program, mesh: Mesh, batch: int, capacity: int, width: int, dtype: Any
-) -> tuple[AttentionCache, ...]:
+) -> tuple[LayerCache, ...]:
     """Empty caches of all ranks, made where they live; compiled once for every shape."""
     plan = program.plan
     caches = tuple(
-        empty_cache(kind, batch, capacity, plan.num_columns, width, dtype, (plan.num_ranks,))
+        empty_layer_cache(kind, batch, capacity, plan.num_stages, width, dtype, (plan.num_ranks,))
         for kind in program.slots.kinds
     )
     return jax.lax.with_sharding_constraint(caches, sharded(mesh))
@@ -150,4 +150,4 @@ def make_caches(
 @functools.partial(jax.jit, static_argnums=1)
 def grow_state(state: DecodeState, capacity: int) -> DecodeState:
     """The same state with caches of another capacity (the placement is kept)."""
-    return struct.replace(state, caches=tuple(grow_cache(cache, capacity) for cache in state.caches))
+    return struct.replace(state, caches=tuple(grow_layer_cache(cache, capacity) for cache in state.caches))

@@ -16,9 +16,8 @@ from flax import nnx
 from jaxtyping import Array
 
 from spd_jax.config.model import LayerConfig
-from spd_jax.models.decoder import run_layers
-from spd_jax.nn.layers import Attend, layer_structure
-from spd_jax.nn.rope import RopeTable
+from spd_jax.models.decoder import Ropes, run_layers
+from spd_jax.nn.decoder_layer import Past, layer_structure
 from spd_jax.parallel.mesh import AXIS, varying
 from spd_jax.parallel.slots import Role, SlotTable
 
@@ -31,12 +30,12 @@ def run_slots(
     kinds: Sequence[LayerConfig],
     params: Sequence[Any],
     x_BTD: Array,
-    rope: RopeTable,
-    attend: Callable[[int], Attend],
+    ropes: Ropes,
+    past: Callable[[int], Past],
 ) -> tuple[list[Array], dict[int, Any]]:
-    """Run the layers in `slots` in order; returns the hidden state after each and what each slot's attention kept."""
+    """Run the layers in `slots` in order; returns the hidden state after each and what each slot is to keep."""
     layers = [nnx.merge(layer_structure(kinds[slot])[0], params[slot]) for slot in slots]
-    hiddens, kept = run_layers(layers, x_BTD, rope, [attend(slot) for slot in slots])
+    hiddens, kept = run_layers(layers, x_BTD, ropes, [past(slot) for slot in slots])
     return hiddens, dict(zip(slots, kept, strict=True))
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import ml_dtypes
 import numpy as np
 
-from spd_jax.config.model import ModelConfig
+from spd_jax.config.model import AttentionConfig, DeltaNetConfig, LayerConfig, ModelConfig
 
 Shape = tuple[int, ...]
 
@@ -53,6 +53,10 @@ class Part:
     shape: Shape
     prepare: Callable[[np.ndarray], np.ndarray] | None = None
 
+    def prepared(self, value: np.ndarray) -> np.ndarray:
+        """The file's tensor as `combine` takes it."""
+        return value if self.prepare is None else self.prepare(value)
+
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
@@ -64,20 +68,28 @@ class Recipe:
 
 
 @dataclasses.dataclass(frozen=True)
+class GgufFormat:
+    """How GGUF files hold a family; `architecture` is its name there."""
+
+    architecture: str
+    read_config: Callable[[DescribedSource], ModelConfig]
+    recipes: Callable[[ModelConfig], dict[str, Recipe]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """A family of target models.
 
-    `name` is Hugging Face's model_type, `gguf_architecture` the name in GGUF files. `ignored` is a pattern of keys
-    that a file may hold and that nothing needs.
+    `name` is Hugging Face's model_type, and `also` are others of the same models; `gguf` is None where GGUF files are
+    not read. `ignored` is a pattern of keys that a file may hold and that nothing needs.
     """
 
     name: str
     read_config: Callable[[Mapping[str, Any], str], ModelConfig]
     recipes: Callable[[ModelConfig], dict[str, Recipe]]
-    gguf_architecture: str
-    read_gguf_config: Callable[[DescribedSource], ModelConfig]
-    gguf_recipes: Callable[[ModelConfig], dict[str, Recipe]]
+    gguf: GgufFormat | None = None
     ignored: str = r"(?!)"
+    also: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +111,8 @@ class KeyNames:
     gate: str
     up: str
     down: str
+    mixer_post_norm: str = "(none)"
+    mlp_post_norm: str = "(none)"
 
 
 HUGGING_FACE = KeyNames(
@@ -174,6 +188,17 @@ def grouped_qkv(num_kv_heads: int) -> Callable[[Sequence[np.ndarray]], np.ndarra
     return combine
 
 
+def gates_last(num_kv_heads: int, group: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Query rows `[K, G, 2, H, ...]` of gated attention, each head followed by its gate, as `[K, 2, G, H, ...]`: the G
+    heads of a key-value head, then their gates."""
+
+    def prepare(part: np.ndarray) -> np.ndarray:
+        heads = part.reshape(num_kv_heads, group, 2, -1, *part.shape[1:])
+        return heads.swapaxes(1, 2).reshape(part.shape)
+
+    return prepare
+
+
 def unpermuted(num_heads: int) -> Callable[[np.ndarray], np.ndarray]:
     """Undo llama.cpp's reordering of query and key rows for interleaved rotary embeddings.
 
@@ -194,38 +219,70 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """
     shapes: dict[str, Shape] = {"embedding": (config.vocab_size, config.hidden_size)}
     for index, layer in enumerate(config.layers):
-        size, inner = layer.hidden_size, layer.intermediate_size
-        qkv = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
-        at = f"layers.{index}."
-        shapes[at + "input_norm.weight"] = (size,)
-        shapes[at + "attention.qkv.weight"] = (qkv, size)
-        if layer.qkv_bias:
-            shapes[at + "attention.qkv.bias"] = (qkv,)
-        if layer.qk_norm:
-            shapes[at + "attention.q_norm.weight"] = shapes[at + "attention.k_norm.weight"] = (layer.head_dim,)
-        shapes[at + "attention.output.weight"] = (size, layer.num_heads * layer.head_dim)
-        if layer.output_bias:
-            shapes[at + "attention.output.bias"] = (size,)
-        shapes[at + "mlp_norm.weight"] = (size,)
-        shapes[at + "mlp.gate_up.weight"] = (2 * inner, size)
-        shapes[at + "mlp.down.weight"] = (size, inner)
-        if layer.mlp_bias:
-            shapes[at + "mlp.gate_up.bias"] = (2 * inner,)
-            shapes[at + "mlp.down.bias"] = (size,)
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer_shapes(layer).items()}
     shapes["final_norm.weight"] = (config.hidden_size,)
     if not config.tie_embeddings:
         shapes["head"] = (config.vocab_size, config.hidden_size)
     return shapes
 
 
+def layer_shapes(layer: LayerConfig) -> dict[str, Shape]:
+    """Name -> shape of every parameter of a layer, in the order of the forward pass."""
+    size, mixer, mlp = layer.hidden_size, layer.mixer, layer.mlp
+    shapes: dict[str, Shape] = {"input_norm.weight": (size,)}
+    if isinstance(mixer, AttentionConfig):
+        shapes |= {f"attention.{name}": shape for name, shape in _attention_shapes(mixer, size).items()}
+    else:
+        shapes |= {f"delta.{name}": shape for name, shape in _delta_shapes(mixer, size).items()}
+    if layer.post_norms:
+        shapes["mixer_post_norm.weight"] = (size,)
+    shapes["mlp_norm.weight"], inner = (size,), mlp.intermediate_size
+    shapes["mlp.gate_up.weight"] = (2 * inner, size)
+    shapes["mlp.down.weight"] = (size, inner)
+    if mlp.bias:
+        shapes["mlp.gate_up.bias"] = (2 * inner,)
+        shapes["mlp.down.bias"] = (size,)
+    if layer.post_norms:
+        shapes["mlp_post_norm.weight"] = (size,)
+    return shapes
+
+
+def _attention_shapes(attention: AttentionConfig, size: int) -> dict[str, Shape]:
+    mixed, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    qkv = mixed * (1 + attention.gated) + 2 * keys
+    shapes: dict[str, Shape] = {"qkv.weight": (qkv, size)}
+    if attention.qkv_bias:
+        shapes["qkv.bias"] = (qkv,)
+    if attention.qk_norm:
+        shapes["q_norm.weight"] = shapes["k_norm.weight"] = (attention.head_dim,)
+    shapes["output.weight"] = (size, mixed)
+    if attention.output_bias:
+        shapes["output.bias"] = (size,)
+    return shapes
+
+
+def _delta_shapes(delta: DeltaNetConfig, size: int) -> dict[str, Shape]:
+    heads, values = delta.num_value_heads, delta.num_value_heads * delta.value_dim
+    return {
+        "mix.weight": (delta.channels + values + 2 * heads, size),
+        "conv": (delta.channels, delta.conv_kernel),
+        "a_log": (heads,),
+        "dt_bias": (heads,),
+        "norm.weight": (delta.value_dim,),
+        "output.weight": (size, values),
+    }
+
+
 def dense_recipes(config: ModelConfig, names: KeyNames, *, rope_permuted: bool = False) -> dict[str, Recipe]:
-    """Recipes for every parameter of a dense decoder, keyed by canonical path.
+    """Recipes for every parameter of a decoder but those of gated delta nets, keyed by canonical path.
 
     `rope_permuted` says that the file holds query and key rows in llama.cpp's interleaved order.
     """
     whole = {"embedding": names.embedding, "head": names.head, "final_norm": names.final_norm}
     single = {
         "input_norm": names.input_norm,
+        "mixer_post_norm": names.mixer_post_norm,
+        "mlp_post_norm": names.mlp_post_norm,
         "attention.q_norm": names.q_norm,
         "attention.k_norm": names.k_norm,
         "attention.output": names.output,
@@ -241,20 +298,25 @@ def dense_recipes(config: ModelConfig, names: KeyNames, *, rope_permuted: bool =
             recipes[path] = Recipe(shape, (Part(f"{names.final_norm}.weight", shape),), only_part)
             continue
         _, index, rest = path.split(".", 2)
+        if rest.startswith("delta."):  # the family's own business
+            continue
         module, leaf = rest.rsplit(".", 1)
         layer, prefix, tail = config.layers[int(index)], names.layer.format(index=index), shape[1:]
         if module == "attention.qkv":
-            query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-            of_query = unpermuted(layer.num_heads) if rope_permuted else None
-            of_key = unpermuted(layer.num_kv_heads) if rope_permuted else None
+            attention = layer.attention
+            query, key = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+            of_query = unpermuted(attention.num_heads) if rope_permuted else None
+            of_key = unpermuted(attention.num_kv_heads) if rope_permuted else None
+            if attention.gated:
+                of_query = gates_last(attention.num_kv_heads, attention.num_heads // attention.num_kv_heads)
             parts = (
-                Part(f"{prefix}{names.q}.{leaf}", (query, *tail), of_query),
+                Part(f"{prefix}{names.q}.{leaf}", (query * (1 + attention.gated), *tail), of_query),
                 Part(f"{prefix}{names.k}.{leaf}", (key, *tail), of_key),
                 Part(f"{prefix}{names.v}.{leaf}", (key, *tail)),
             )
-            recipes[path] = Recipe(shape, parts, grouped_qkv(layer.num_kv_heads))
+            recipes[path] = Recipe(shape, parts, grouped_qkv(attention.num_kv_heads))
         elif module == "mlp.gate_up":
-            half = (layer.intermediate_size, *tail)
+            half = (layer.mlp.intermediate_size, *tail)
             parts = (Part(f"{prefix}{names.gate}.{leaf}", half), Part(f"{prefix}{names.up}.{leaf}", half))
             recipes[path] = Recipe(shape, parts, stacked_rows)
         else:

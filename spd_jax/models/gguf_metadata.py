@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from spd_jax.config.model import LayerConfig, ModelConfig, RopeConfig
+from spd_jax.config.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig, RopeConfig
 from spd_jax.models.family import DescribedSource
 from spd_jax.models.reading import FieldReader
 from spd_jax.nn.rope import inverse_frequencies
@@ -47,30 +47,28 @@ def read_dense_gguf(source: DescribedSource, *, family: str, architecture: str, 
     for name in (*_CHANGES_ARITHMETIC, "expert_count"):
         reader.only(name, 0, 0.0)
     max_position = reader.whole("context_length")
-    layer = {
-        "hidden_size": hidden_size,
-        "intermediate_size": reader.whole("feed_forward_length"),
-        "num_heads": num_heads,
-        "num_kv_heads": reader.whole("attention.head_count_kv", num_heads),
-        "head_dim": head_dim,
-        "rms_norm_eps": reader.number("attention.layer_norm_rms_epsilon", 1e-6),
-        "qk_norm": qk_norm,
-        "qkv_bias": "blk.0.attn_q.bias" in shapes,
-        "output_bias": "blk.0.attn_output.bias" in shapes,
-        "mlp_bias": "blk.0.ffn_down.bias" in shapes,
-    }
+    num_kv_heads = reader.whole("attention.head_count_kv", num_heads)
+    norm = NormConfig(reader.number("attention.layer_norm_rms_epsilon", 1e-6))
+    mlp = MlpConfig(reader.whole("feed_forward_length"), bias="blk.0.ffn_down.bias" in shapes)
     num_layers = reader.whole("block_count")
     rope = _read_rope(reader, source, head_dim=head_dim, max_position=max_position)
     vocab_size = shapes["token_embd.weight"][0] if "token_embd.weight" in shapes else reader.whole("vocab_size")
     reader.finish()
     token_id = source.metadata.get
     try:
+        attention = AttentionConfig(
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            rope,
+            qk_norm=qk_norm,
+            qkv_bias="blk.0.attn_q.bias" in shapes,
+            output_bias="blk.0.attn_output.bias" in shapes,
+        )
         return ModelConfig(
             family=family,
             vocab_size=vocab_size,
-            num_layers=num_layers,
-            layer=LayerConfig(**layer),
-            rope=rope,
+            layers=(LayerConfig(hidden_size, norm, attention, mlp),) * num_layers,
             max_position=max_position,
             tie_embeddings="output.weight" not in shapes,
             eos_token_ids=end_token_ids(source.metadata),

@@ -60,6 +60,16 @@ class FieldReader:
             return default
         return float(value)
 
+    def positive(self, name: str, default: float | None) -> float | None:
+        """A number above 0, or null; only a field that is absent takes the default."""
+        value = self.fields.get(name, default)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            self.problems.append(f"{name} is {value!r}, expected a number above 0, or null")
+            return default
+        return float(value)
+
     def flag(self, name: str, default: bool) -> bool:
         """true or false."""
         value = self.fields.get(name)
@@ -108,6 +118,12 @@ class FieldReader:
             raise ValueError(f"{self.origin}: cannot use this model config:\n  " + "\n  ".join(self.problems))
 
 
+def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of the text model: those of `text_config` where there is one, else of what stands around it."""
+    inner = fields.get("text_config")
+    return {**fields, **inner} if isinstance(inner, Mapping) else fields
+
+
 def token_ids(value: Any) -> tuple[int, ...]:
     """Token ids given as one integer, a list or None, without duplicates and in the order found.
 
@@ -120,12 +136,18 @@ def token_ids(value: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(listed))
 
 
-def read_rope(reader: FieldReader, *, max_position: int) -> RopeConfig:
+def read_rope(
+    reader: FieldReader, *, max_position: int, partial: float | None = None, ignored: Collection[str] = ()
+) -> RopeConfig:
     """Rotary parameters from `rope_parameters`, or from the older `rope_theta` with `rope_scaling`.
 
     Unknown kinds and unknown parameters are problems: ignored, they would give wrong numbers without a word.
     `original_max_position_embeddings` is looked for among the parameters, then beside them, and falls back on
     max_position_embeddings, as in transformers.
+
+    Args:
+        partial: the share of a head that a family rotates where its config says nothing (None: always all of it).
+        ignored: parameters that change nothing for text.
     """
     fields = reader.fields
     name = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
@@ -137,14 +159,21 @@ def read_rope(reader: FieldReader, *, max_position: int) -> RopeConfig:
     if kind not in ROPE_KINDS:
         reader.problems.append(f"{name} has rope_type {kind!r}, supported: {', '.join(ROPE_KINDS)}")
         return RopeConfig()
-    unknown = sorted(set(given) - set(_ROPE_NUMBERS) - set(_ROPE_OTHERS))
+    unknown = sorted(set(given) - set(_ROPE_NUMBERS) - set(_ROPE_OTHERS) - set(ignored))
     if unknown:
         known = ", ".join([*_ROPE_NUMBERS, *_ROPE_OTHERS])
         reader.problems.append(
             f"{name} has {', '.join(map(repr, unknown))}, which nothing here implements; known: {known}"
         )
     parameters = FieldReader({"rope_theta": fields.get("rope_theta"), **given}, reader.origin)
-    parameters.only("partial_rotary_factor", 1.0)
+    if partial is None:
+        parameters.only("partial_rotary_factor", 1.0)
+        share = 1.0
+    else:
+        share = parameters.number("partial_rotary_factor", reader.number("partial_rotary_factor", partial))
+        if not 0.0 < share <= 1.0:
+            parameters.problems.append(f"partial_rotary_factor is {share}, expected a share above 0 and up to 1")
+            share = 1.0
     present = [key for key in _ROPE_NUMBERS if parameters.fields.get(key) is not None]
     values = {_ROPE_NUMBERS[key]: parameters.number(key, 1.0) for key in present}
     if values.get("factor", 1.0) < 1.0 or values.get("theta", 1.0) <= 0.0:
@@ -161,4 +190,10 @@ def read_rope(reader: FieldReader, *, max_position: int) -> RopeConfig:
     parameters.problems += [f"{key} is missing (rope_type {kind!r} needs it)" for key in missing]
     reader.problems += [f"{name}: {problem}" for problem in parameters.problems]
     truncate = parameters.flag("truncate", True)
-    return RopeConfig(kind=kind, original_max_position=original, truncate=truncate, **values)  # pyright: ignore[reportArgumentType]
+    return RopeConfig(
+        kind=kind,  # pyright: ignore[reportArgumentType]
+        original_max_position=original,
+        truncate=truncate,
+        partial_rotary_factor=share,
+        **values,
+    )

@@ -35,11 +35,15 @@ def attend_prefix_and_rows(
     rows_v_BKCH: Float[Array, "B K C H"],
     rows_mask_BTC: Bool[Array, "B T C"],
     *,
+    first_BT: Int[Array, "B T"] | None = None,
+    cap: float | None = None,
     block: int | None = None,
 ) -> Float[Array, "B T K G H"]:
     """softmax(q k / sqrt(H)) v over keys `s < prefix_length` of the prefix and the rows allowed by `rows_mask`.
 
     Args:
+        first_BT: the first key of the prefix that each query sees (None: all see it from its start).
+        cap: c makes c tanh(s / c) of a score s.
         block: read the prefix in blocks of this many keys (it must divide S), and only as many as the longest prefix
             needs. That is for many queries: for few, the blocks' copies cost more than the keys that are not read.
     """
@@ -47,15 +51,18 @@ def attend_prefix_and_rows(
     q_BKMH = jnp.transpose(q_BTKGH, (0, 2, 3, 1, 4)).reshape(batch, heads, group * length, size)
     row_mask = jnp.broadcast_to(rows_mask_BTC[:, None], (batch, group, *rows_mask_BTC.shape[1:]))
     row_mask = row_mask.reshape(batch, 1, group * length, -1)
-    found = [(_scores(q_BKMH, rows_k_BKHC, row_mask), rows_v_BKCH)]
+    found = [(_scores(q_BKMH, rows_k_BKHC, row_mask, cap), rows_v_BKCH)]
+    first_BM = None if first_BT is None else jnp.tile(first_BT, (1, group))
     if prefix_k_BKHS is None or prefix_v_BKSH is None or prefix_length_B is None:
         part = _fold(None, found)
     elif block is None or block >= prefix_k_BKHS.shape[3]:
-        visible = jnp.arange(prefix_k_BKHS.shape[3]) < prefix_length_B[:, None]
+        visible = _visible(jnp.arange(prefix_k_BKHS.shape[3]), prefix_length_B, first_BM)
         # One maximum for both: how keys are divided into prefix and rows then changes no weight, not even in bfloat16.
-        part = _fold(None, [*found, (_scores(q_BKMH, prefix_k_BKHS, visible[:, None, None]), prefix_v_BKSH)])
+        part = _fold(None, [*found, (_scores(q_BKMH, prefix_k_BKHS, visible, cap), prefix_v_BKSH)])
     else:
-        part = _fold_blocks(q_BKMH, _fold(None, found), prefix_k_BKHS, prefix_v_BKSH, prefix_length_B, block)
+        part = _fold_blocks(
+            q_BKMH, _fold(None, found), prefix_k_BKHS, prefix_v_BKSH, prefix_length_B, first_BM, cap, block
+        )
     _, total, mixed = part
     mixed = (mixed / total).reshape(batch, heads, group, length, size)
     return jnp.transpose(mixed, (0, 3, 1, 2, 4)).astype(q_BTKGH.dtype)
@@ -65,10 +72,30 @@ _Part = tuple[Array, Array, Array]
 """Softmax so far: largest score `[B, K, M, 1]`, sum of exponentials `[B, K, M, 1]`, weighted values `[B, K, M, H]`."""
 
 
-def _scores(q_BKMH: Array, k_BKHS: Array, mask: Array) -> Array:
-    """Scaled scores in float32, `NEGATIVE` where masked."""
+def window_starts(position_BT: Int[Array, "B T"], window: int | None) -> Int[Array, "B T"] | None:
+    """The first position that a query at each position sees, None where it sees all before it."""
+    return None if window is None else position_BT - (window - 1)
+
+
+def sees(query_BT: Int[Array, "B T"], key_BC: Int[Array, "B C"], window: int | None = None) -> Bool[Array, "B T C"]:
+    """Which keys queries see by their positions: those not after them, in the window; none at negative positions."""
+    first = window_starts(query_BT, window)
+    seen = (key_BC[:, None, :] >= 0) & (key_BC[:, None, :] <= query_BT[:, :, None])
+    return seen if first is None else seen & (key_BC[:, None, :] >= first[:, :, None])
+
+
+def _visible(index_S: Array, length_B: Array, first_BM: Array | None) -> Array:
+    """`[B, 1, 1 or M, S]`: keys of a prefix that count."""
+    inside = (index_S < length_B[:, None])[:, None, None]
+    return inside if first_BM is None else inside & (index_S >= first_BM[:, None, :, None])
+
+
+def _scores(q_BKMH: Array, k_BKHS: Array, mask: Array, cap: float | None) -> Array:
+    """Scaled (and capped) scores in float32, `NEGATIVE` where masked."""
     scale = jnp.float32(q_BKMH.shape[-1] ** -0.5)
     scores = jnp.einsum("bkmh,bkhs->bkms", q_BKMH, k_BKHS, preferred_element_type=jnp.float32) * scale
+    if cap is not None:
+        scores = cap * jnp.tanh(scores / cap)
     return jnp.where(mask, scores, NEGATIVE)
 
 
@@ -90,7 +117,16 @@ def _fold(part: _Part | None, found: list[tuple[Array, Array]]) -> _Part:
     return largest, total + part[1] * shrink, mixed + part[2] * shrink
 
 
-def _fold_blocks(q_BKMH: Array, part: _Part, k_BKHS: Array, v_BKSH: Array, length_B: Array, block: int) -> _Part:
+def _fold_blocks(
+    q_BKMH: Array,
+    part: _Part,
+    k_BKHS: Array,
+    v_BKSH: Array,
+    length_B: Array,
+    first_BM: Array | None,
+    cap: float | None,
+    block: int,
+) -> _Part:
     """Take in the first `max(length)` keys of a prefix, block by block."""
     if k_BKHS.shape[3] % block:
         raise ValueError(f"blocks of {block} do not divide a prefix of {k_BKHS.shape[3]} keys")
@@ -99,7 +135,7 @@ def _fold_blocks(q_BKMH: Array, part: _Part, k_BKHS: Array, v_BKSH: Array, lengt
         start = index * block
         keys = jax.lax.dynamic_slice_in_dim(k_BKHS, start, block, axis=3)
         values = jax.lax.dynamic_slice_in_dim(v_BKSH, start, block, axis=2)
-        visible = start + jnp.arange(block, dtype=jnp.int32) < length_B[:, None]
-        return _fold(part, [(_scores(q_BKMH, keys, visible[:, None, None]), values)])
+        visible = _visible(start + jnp.arange(block, dtype=jnp.int32), length_B, first_BM)
+        return _fold(part, [(_scores(q_BKMH, keys, visible, cap), values)])
 
     return jax.lax.fori_loop(0, (jnp.max(length_B) + block - 1) // block, body, part)

@@ -11,6 +11,7 @@ rotary embeddings or layers. Scores and softmax are float32; products run in the
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -50,19 +51,37 @@ def causal_ranges(low_BS: Int[Array, "B S"]) -> Ranges:
     return Ranges(low_BS, high, none, none, 0)
 
 
-@jax.custom_vjp
+def window_ranges(low_BS: Int[Array, "B S"], window: int | None) -> Ranges:
+    """As `causal_ranges`, but a query sees itself and the `window - 1` keys before it at most (None: all)."""
+    if window is None:
+        return causal_ranges(low_BS)
+    first = jnp.arange(low_BS.shape[1], dtype=jnp.int32) - (window - 1)
+    return causal_ranges(jnp.maximum(low_BS, first))
+
+
 def attend_ranges(
     q_BSAKGH: Float[Array, "B S A K G H"],
     k_BXSKH: Float[Array, "B X S K H"],
     v_BXSKH: Float[Array, "B X S K H"],
     ranges: Ranges,
+    cap: float | None = None,
 ) -> Float[Array, "B S A K G H"]:
     """softmax(q k / sqrt(H)) v over the keys in range, in the dtype of q; 0 for a query that sees none.
 
     Args:
         k_BXSKH: the X = 1 + W banks, the far one first.
+        cap: c makes c tanh(s / c) of a score s.
     """
-    return _forward(q_BSAKGH, k_BXSKH, v_BXSKH, ranges)[0]
+    return _attend(q_BSAKGH, k_BXSKH, v_BXSKH, ranges, cap)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q_BSAKGH: Array, k_BXSKH: Array, v_BXSKH: Array, ranges: Ranges, cap: float | None) -> Any:
+    return _forward(q_BSAKGH, k_BXSKH, v_BXSKH, ranges, cap)[0]
+
+
+def _capped(scores: Array, cap: float | None) -> Array:
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
 def _tiles(q_BSAKGH: Array) -> list[tuple[int, int, int]]:
@@ -123,7 +142,7 @@ def _tile_inputs(ranges: Ranges, start: int, end: int, rows: int) -> tuple[Array
     return firsts, tuple(_by_tile(x, start, end, rows) for x in fields)
 
 
-def _forward(q_BSAKGH: Array, k_BXSKH: Array, v_BXSKH: Array, ranges: Ranges) -> tuple[Any, Any]:
+def _forward(q_BSAKGH: Array, k_BXSKH: Array, v_BXSKH: Array, ranges: Ranges, cap: float | None) -> tuple[Any, Any]:
     dtype, scale = k_BXSKH.dtype, jnp.float32(q_BSAKGH.shape[-1] ** -0.5)
     q = (q_BSAKGH.astype(jnp.float32) * scale).astype(dtype)
     _, _, kinds, _, group, _ = q.shape
@@ -139,7 +158,7 @@ def _forward(q_BSAKGH: Array, k_BXSKH: Array, v_BXSKH: Array, ranges: Ranges) ->
                 "bkmh,bkth->bkmt", q_BKMH, _tile_keys(*keys, first, end, width), preferred_element_type=jnp.float32
             )
             visible = jnp.repeat(_visible(limits, first, ranges.back, end, width), group, axis=2)
-            s = jnp.where(visible.reshape(s.shape[0], 1, *s.shape[2:]), s, NEGATIVE)
+            s = jnp.where(visible.reshape(s.shape[0], 1, *s.shape[2:]), _capped(s, cap), NEGATIVE)
             largest = jnp.max(s, axis=-1)
             p = jnp.exp(s - largest[..., None])
             total = jnp.sum(p, axis=-1)
@@ -163,7 +182,7 @@ def _forward(q_BSAKGH: Array, k_BXSKH: Array, v_BXSKH: Array, ranges: Ranges) ->
     return out, (q, k_BXSKH, v_BXSKH, ranges, out, totals)
 
 
-def _backward(saved: Any, d_out: Array) -> tuple[Any, ...]:
+def _backward(cap: float | None, saved: Any, d_out: Array) -> tuple[Any, ...]:
     q, k_BXSKH, v_BXSKH, ranges, out, totals = saved
     dtype, back, scale = k_BXSKH.dtype, ranges.back, jnp.float32(q.shape[-1] ** -0.5)
     _, length, kinds, _, group, size = q.shape
@@ -189,9 +208,11 @@ def _backward(saved: Any, d_out: Array) -> tuple[Any, ...]:
             visible = jnp.repeat(_visible(limits, first, back, end, width), group, axis=2)
             visible = jnp.swapaxes(visible.reshape(visible.shape[0], 1, -1, visible.shape[-1]), 2, 3)
             s = jnp.einsum("bkth,bkmh->bktm", k_BKTH, q_BKMH, preferred_element_type=jnp.float32)
+            s = _capped(s, cap)
             p = jnp.where(visible, jnp.exp(jnp.minimum(s - lse_BKM[:, :, None], 0.0)), 0.0)
             dp = jnp.einsum("bkth,bkmh->bktm", v_BKTH, do_BKMH, preferred_element_type=jnp.float32)
-            ds = (p * (dp - shift_BKM[:, :, None])).astype(dtype)
+            ds = p * (dp - shift_BKM[:, :, None])
+            ds = (ds if cap is None else ds * (1.0 - jnp.square(s / cap))).astype(dtype)
             dv = scatter(
                 dv, jnp.einsum("bktm,bkmh->bkth", p.astype(dtype), do_BKMH, preferred_element_type=jnp.float32), first
             )
@@ -213,4 +234,4 @@ def _backward(saved: Any, d_out: Array) -> tuple[Any, ...]:
     return (jnp.concatenate(dq, axis=1) * scale).astype(out.dtype), unbank(dk), unbank(dv), d_ranges
 
 
-attend_ranges.defvjp(_forward, _backward)
+_attend.defvjp(_forward, _backward)

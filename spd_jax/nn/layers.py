@@ -1,15 +1,14 @@
-"""Linear maps, norms, the gated MLP and the decoder layer, as Flax NNX modules.
+"""Linear maps, norms, attention and the gated MLP, as Flax NNX modules.
 
 Weights keep the orientation of the checkpoints, `[out, in]`: no transpose at load, and on CPU a matrix-vector product
 over rows is as fast as over columns while 5 to 9 rows (the draft's staircase) are 20 % faster. Query, key and value
 share one weight grouped by key-value head, gate and up share one weight: fewer and larger products per token.
 
-The layer does not know where keys and values are kept: it hands its new ones to an `Attend` callable.
+Attention does not know where keys and values are kept: it hands its new ones to an `Attend` callable.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from spd_jax.config.model import LayerConfig
+from spd_jax.config.model import AttentionConfig, MlpConfig, NormConfig
 from spd_jax.nn.product import bfloat16_product
 from spd_jax.nn.rope import RopeTable, apply_rope
 
@@ -34,10 +33,13 @@ class Attend(Protocol):
     """Attention over wherever the keys and values live.
 
     Takes rotated queries `[B, T, K, G, H]` (G query heads share a key-value head), rotated keys and values
-    `[B, T, K, H]` of the same rows; returns the mixed values `[B, T, K, G, H]` and what the caller wants to keep.
+    `[B, T, K, H]` of the same rows, and the layer's attention, whose window and cap it must heed; returns the mixed
+    values `[B, T, K, G, H]` and what the caller wants to keep.
     """
 
-    def __call__(self, q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array, /) -> tuple[Array, Any]: ...
+    def __call__(
+        self, q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array, config: AttentionConfig, /
+    ) -> tuple[Array, Any]: ...
 
 
 class Linear(nnx.Module):
@@ -67,60 +69,71 @@ def project(x: Float[Array, "... D"], weight_FD: Float[Array, "F D"], dtype: Any
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight; the mean square is taken in float32."""
+    """A root mean square norm with its weight."""
 
-    def __init__(self, size: int, eps: float, *, dtype: jnp.dtype):
-        self.weight = nnx.Param(jnp.ones((size,), dtype))
-        self.eps = eps
+    def __init__(self, size: int, config: NormConfig, *, dtype: jnp.dtype):
+        make = jnp.zeros if config.zero_centred else jnp.ones
+        self.weight = nnx.Param(make((size,), dtype))
+        self.config = config
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        return rms_norm(x, self.weight[...], self.eps)
+        return rms_norm(x, self.weight[...], self.config)
 
 
-def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
-    """Root mean square norm (arXiv 1910.07467), computed in float32 and returned in the dtype of `x`."""
+def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], config: NormConfig) -> Float[Array, "... D"]:
+    """x / rms(x) * weight (arXiv 1910.07467), computed in float32 and returned in the dtype of `x`.
+
+    A zero-centred norm multiplies by 1 + weight, in float32, as the models with such norms do.
+    """
     x32 = x.astype(jnp.float32)
-    y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + config.eps)
+    if config.zero_centred:
+        return (y * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
     return weight.astype(x.dtype) * y.astype(x.dtype)
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary embeddings; optionally a norm of every query and key head."""
+    """Grouped-query attention with rotary embeddings, in the variants of `AttentionConfig`."""
 
-    def __init__(self, config: LayerConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: AttentionConfig, size: int, norm: NormConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.config = config
-        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self.qkv = Linear(config.hidden_size, width, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
-        self.output = Linear(
-            config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias, dtype=dtype, rngs=rngs
-        )
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
+        mixed = config.num_heads * config.head_dim
+        width = mixed * (1 + config.gated) + 2 * config.num_kv_heads * config.head_dim
+        self.qkv = Linear(size, width, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.output = Linear(mixed, size, bias=config.output_bias, dtype=dtype, rngs=rngs)
+        self.q_norm = RMSNorm(config.head_dim, norm, dtype=dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, norm, dtype=dtype) if config.qk_norm else None
 
     def __call__(self, x_BTD: Array, rope: RopeTable, attend: Attend, asking: int | None = None) -> tuple[Array, Any]:
         """Mixed values of all rows, or of the last `asking` of them; all rows are keys and values."""
         config = self.config
         group = config.num_heads // config.num_kv_heads
+        asked = group * (1 + config.gated)
         batch, length, _ = x_BTD.shape
-        # Grouped by key-value head: [its G query heads, its key, its value] for each of the K heads in turn.
+        # Grouped by key-value head: [its G query heads, their gates, its key, its value] for each of the K heads.
         if asking is None:
-            qkv = self.qkv(x_BTD).reshape(batch, length, config.num_kv_heads, group + 2, config.head_dim)
-            q_BTKGH, k_BTKH, v_BTKH = qkv[..., :group, :], qkv[..., group, :], qkv[..., group + 1, :]
+            qkv = self.qkv(x_BTD).reshape(batch, length, config.num_kv_heads, asked + 2, config.head_dim)
+            queries, k_BTKH, v_BTKH = qkv[..., :asked, :], qkv[..., asked, :], qkv[..., asked + 1, :]
         else:
             length = asking
-            q_BTKGH = self._part(x_BTD[:, -asking:], slice(group))
-            kv = self._part(x_BTD, slice(group, None))
+            queries = self._part(x_BTD[:, -asking:], slice(asked))
+            kv = self._part(x_BTD, slice(asked, None))
             k_BTKH, v_BTKH = kv[..., 0, :], kv[..., 1, :]
+        q_BTKGH = queries[..., :group, :]
         if self.q_norm is not None and self.k_norm is not None:
             q_BTKGH, k_BTKH = self.q_norm(q_BTKGH), self.k_norm(k_BTKH)
         q_rope = rope if asking is None else jax.tree.map(lambda x: x[:, -asking:], rope)
         q_BTKGH = apply_rope(q_BTKGH, q_rope.cos[:, :, None, None], q_rope.sin[:, :, None, None])
         k_BTKH = apply_rope(k_BTKH, rope.cos[:, :, None], rope.sin[:, :, None])
-        mixed, kept = attend(q_BTKGH, k_BTKH, v_BTKH)
+        if config.scale is not None:  # what attends multiplies by head_dim^-1/2
+            q_BTKGH = q_BTKGH * jnp.asarray(config.scale * config.head_dim**0.5, q_BTKGH.dtype)
+        mixed, kept = attend(q_BTKGH, k_BTKH, v_BTKH, config)
+        if config.gated:
+            mixed = mixed * jax.nn.sigmoid(queries[..., group:, :])
         return self.output(mixed.reshape(batch, length, config.num_heads * config.head_dim)), kept
 
     def _part(self, x_BTD: Array, part: slice) -> Array:
-        """Some of the `group + 2` heads of every key-value head, `[B, T, K, heads, H]`."""
+        """Some of the query heads, gates, key and value of every key-value head, `[B, T, K, heads, H]`."""
         config = self.config
 
         def of(rows: Array) -> Array:
@@ -136,40 +149,14 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """down(act(gate(x)) * up(x)); gate rows come first in the shared weight."""
 
-    def __init__(self, config: LayerConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: MlpConfig, size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         if config.activation not in ACTIVATIONS:
             raise ValueError(f"hidden_act {config.activation!r} is not supported; supported: {sorted(ACTIVATIONS)}")
         self.activation = config.activation
-        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        inner, bias = config.intermediate_size, config.bias
         self.gate_up = Linear(size, 2 * inner, bias=bias, dtype=dtype, rngs=rngs)
         self.down = Linear(inner, size, bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BTD: Array) -> Array:
         gate, up = jnp.split(self.gate_up(x_BTD), 2, axis=-1)
         return self.down(ACTIVATIONS[self.activation](gate) * up)
-
-
-class DecoderLayer(nnx.Module):
-    """Pre-norm decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, config: LayerConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.attention = Attention(config, dtype=dtype, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x_BTD: Array, rope: RopeTable, attend: Attend, asking: int | None = None) -> tuple[Array, Any]:
-        """The rows after this layer, or only the last `asking` of them where nothing above needs the others."""
-        with jax.named_scope("attention"):
-            mixed, kept = self.attention(self.input_norm(x_BTD), rope, attend, asking)
-            x_BTD = (x_BTD if asking is None else x_BTD[:, -asking:]) + mixed
-        with jax.named_scope("mlp"):
-            return x_BTD + self.mlp(self.mlp_norm(x_BTD)), kept
-
-
-@functools.cache
-def layer_structure(config: LayerConfig) -> tuple[Any, dict[tuple[str, ...], tuple[int, ...]]]:
-    """Graph definition of a layer kind, and the shape at every parameter path; nothing is allocated."""
-    abstract = nnx.eval_shape(lambda: DecoderLayer(config, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0)))
-    graphdef, state = nnx.split(abstract)
-    return graphdef, {tuple(map(str, path)): leaf.get_value().shape for path, leaf in nnx.to_flat_state(state)}

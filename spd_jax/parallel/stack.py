@@ -21,8 +21,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from spd_jax import struct
-from spd_jax.config.model import LayerConfig, ModelConfig, RopeConfig
-from spd_jax.nn.layers import layer_structure
+from spd_jax.config.model import LayerConfig, ModelConfig
+from spd_jax.nn.decoder_layer import layer_structure
 from spd_jax.parallel.mesh import replicated, sharded
 from spd_jax.parallel.slots import SlotTable, slot_table
 from spd_jax.parallel.vocab import draft_rows, draft_shares, share_rows, share_size
@@ -59,7 +59,6 @@ class Program:
     slots: SlotTable = struct.static()
     target: ModelConfig = struct.static()
     draft_layer: LayerConfig = struct.static()
-    draft_rope: RopeConfig = struct.static()
     draft_all: bool = struct.static()
     shared_head: bool = struct.static()
 
@@ -181,7 +180,7 @@ def make_program(target: ModelConfig, head: Head, plan: StagePlan) -> Program:
     draft_all = config.draft_ids is None
     slots = slot_table(plan, target.layers, config.layer)
     shared = draft_all and config.lm_head == "target"
-    return Program(plan, slots, target, config.layer, config.rope, draft_all, shared)
+    return Program(plan, slots, target, config.layer, draft_all, shared)
 
 
 def stack_params(

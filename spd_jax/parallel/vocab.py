@@ -57,10 +57,11 @@ def local_embedding(rows_VD: Float[Array, "V D"], ids: Int[Array, "..."]) -> Flo
 
 
 def masked_logits(
-    hidden: Float[Array, "... D"], rows_VD: Float[Array, "V D"], allowed_V: Array
+    hidden: Float[Array, "... D"], rows_VD: Float[Array, "V D"], allowed_V: Array, cap: float | None = None
 ) -> Float[Array, "... V"]:
-    """Float32 logits of this rank's ids; -inf for ids that must never be emitted or proposed."""
-    return jnp.where(allowed_V, head_logits(hidden, rows_VD), -jnp.inf)
+    """Float32 logits of this rank's ids, capped as the model's are; -inf for ids that must never be emitted or
+    proposed."""
+    return jnp.where(allowed_V, head_logits(hidden, rows_VD, cap), -jnp.inf)
 
 
 def spread_draft(draft_logits: Float[Array, "... U"], draft_row_V: Int[Array, " V"]) -> Float[Array, "... V"]:

@@ -2,8 +2,8 @@
 
 Which hidden states it reads and by what convention, which token ids its rows score, the stage plan it was made for, and
 the target and tokenizer it belongs to. It is read strictly: nothing missing is guessed and nothing unknown is ignored,
-because a head that is read with another meaning drafts badly without failing. Every field of `LayerConfig` and
-`RopeConfig` is written, so a field that they gain raises `FORMAT_VERSION`, unless older files are given its value.
+because a head that is read with another meaning drafts badly without failing. Every field of `LayerConfig` and what it
+holds is written, so a field that they gain raises `FORMAT_VERSION`, unless older files are given its value.
 
 This module knows neither tensors nor targets; `spd_jax.speculation.checkpoint` compares and loads.
 """
@@ -19,12 +19,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from spd_jax.config.model import LayerConfig, RopeConfig
+from spd_jax.config.model import LayerConfig
 from spd_jax.plan import Layout, StagePlan
 from spd_jax.speculation.module import HeadConfig, LmHead
 
 FORMAT = "spd_jax speculation head"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ANCHOR_CONVENTION = "hidden state index, output of that many layers, before the final norm"
 DRAFT_VOCABULARY_CONVENTION = (
     "absolute target token ids, sorted; row i of lm_head scores token ids[i]; null: row i scores token i"
@@ -70,8 +70,7 @@ def manifest_text(manifest: HeadManifest) -> str:
             "tokenizer_sha256": manifest.tokenizer_digest,
         },
         "head": {
-            "layer": dataclasses.asdict(head.layer),
-            "rope": dataclasses.asdict(head.rope),
+            "layer": as_tree(head.layer),
             "num_layers": head.num_layers,
             "vocab_size": head.vocab_size,
             "lm_head": head.lm_head,
@@ -131,7 +130,7 @@ def _from_json(tree: Any) -> HeadManifest:
     anchors = _section(tree, "anchors", {"convention": str, "indices": list[int]})
     drafts = _section(tree, "draft_vocabulary", {"convention": str, "ids": list[int] | None})
     plan = _section(tree, "plan", {"stage_layers": list[int], "layout": Layout})
-    kinds = {"layer": dict, "rope": dict, "num_layers": int, "vocab_size": int, "lm_head": LmHead, "dtype": StoredDtype}
+    kinds = {"layer": dict, "num_layers": int, "vocab_size": int, "lm_head": LmHead, "dtype": StoredDtype}
     head = _section(tree, "head", kinds)
     conventions = [("anchors", anchors, ANCHOR_CONVENTION), ("draft_vocabulary", drafts, DRAFT_VOCABULARY_CONVENTION)]
     for name, section, convention in conventions:
@@ -139,7 +138,6 @@ def _from_json(tree: Any) -> HeadManifest:
             raise ValueError(f"{name}.convention is {section['convention']!r}, expected {convention!r}")
     config = HeadConfig(
         layer=_dataclass("head.layer", LayerConfig, head["layer"]),
-        rope=_dataclass("head.rope", RopeConfig, head["rope"]),
         num_layers=head["num_layers"],
         anchors=tuple(anchors["indices"]),
         vocab_size=head["vocab_size"],
@@ -177,13 +175,37 @@ def describe_type(kind: Any) -> str:
     return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
+def as_tree(config: Any) -> dict[str, Any]:
+    """Every field of a config; a config that is a field names its `kind`, since there may be several."""
+    tree = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        inner = dataclasses.is_dataclass(value)
+        tree[field.name] = {"kind": type(value).__name__, **as_tree(value)} if inner else value
+    return tree
+
+
 def _dataclass(where: str, cls: type[T], values: Mapping[str, Any]) -> T:
+    """The inverse of `as_tree`."""
     kinds = typing.get_type_hints(cls)
-    section = _section({where: values}, where, kinds)
+    choices = {name: _config_kinds(kind) for name, kind in kinds.items()}
+    section = _section({where: values}, where, {name: dict if choices[name] else kinds[name] for name in kinds})
     for name, kind in kinds.items():
-        if kind in (float, float | None) and section[name] is not None:
+        if choices[name]:
+            inner, found = f"{where}.{name}", dict(section[name])
+            chosen = {choice.__name__: choice for choice in choices[name]}
+            if (given := found.pop("kind", None)) not in chosen:
+                raise ValueError(f"{inner}.kind is {given!r}, expected one of {sorted(chosen)}")
+            section[name] = _dataclass(inner, chosen[given], found)
+        elif kind in (float, float | None) and section[name] is not None:
             section[name] = float(section[name])  # JSON may write 10000 for 10000.0
     return cls(**section)
+
+
+def _config_kinds(kind: Any) -> list[type]:
+    """The configs that an annotation allows, none where it is of plain values."""
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else [kind]
+    return [option for option in options if dataclasses.is_dataclass(option) and isinstance(option, type)]
 
 
 def has_type(value: Any, kind: Any) -> bool:

@@ -19,8 +19,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from spd_jax.config.model import LayerConfig, ModelConfig, RopeConfig
-from spd_jax.nn.layers import DecoderLayer, Linear
+from spd_jax.config.model import AttentionConfig, LayerConfig, ModelConfig
+from spd_jax.models.family import layer_shapes
+from spd_jax.nn.decoder_layer import DecoderLayer
+from spd_jax.nn.layers import Linear
 
 LmHead = Literal["own", "target"]
 
@@ -35,7 +37,6 @@ class HeadConfig:
     """
 
     layer: LayerConfig
-    rope: RopeConfig
     num_layers: int
     anchors: tuple[int, ...]
     vocab_size: int
@@ -43,6 +44,8 @@ class HeadConfig:
     lm_head: LmHead = "own"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.layer.mixer, AttentionConfig) or self.layer.mixer.window is not None:
+            raise ValueError(f"draft layers attend to everything, found {self.layer.mixer}")
         if self.num_layers < 1:
             raise ValueError(f"a head needs at least one draft layer, found {self.num_layers}")
         steps = zip(self.anchors, self.anchors[1:], strict=False)
@@ -68,9 +71,12 @@ class HeadConfig:
         return self.vocab_size if self.draft_ids is None else len(self.draft_ids)
 
 
-def draft_layer_config(target: LayerConfig) -> LayerConfig:
-    """The draft layer of a target: its dense, full-attention layer."""
-    return target
+def draft_layer_config(target: ModelConfig) -> LayerConfig:
+    """The draft layer of a target: its last layer that attends to everything, or its last one without its window."""
+    for layer in reversed(target.layers):
+        if isinstance(layer.mixer, AttentionConfig) and layer.mixer.window is None:
+            return layer
+    return target.layers[-1].with_attention(window=None)
 
 
 class SpeculationModule(nnx.Module):
@@ -99,25 +105,28 @@ class SpeculationModule(nnx.Module):
         return self.projections[len(taps) - 1](jnp.concatenate(list(taps), axis=-1))
 
 
-def first_copied_layer(config: HeadConfig, target: ModelConfig, first_layer: int | None = None) -> int:
-    """The 0-based target layer that a head's first draft layer is a copy of; by default the last Ls are copied.
+def copied_layers(config: HeadConfig, target: ModelConfig, first_layer: int | None = None) -> tuple[int, ...]:
+    """The 0-based target layers that a head's draft layers are copies of: of those with the same parameters the last
+    Ls, or the first Ls from `first_layer` on.
 
     Raises:
         ValueError: the head's layers, vocabulary, depth or anchors cannot be those of this target (both values named).
     """
-    if config.layer != target.layer:
-        raise ValueError(f"draft layers {config.layer} cannot be copied from target layers {target.layer}")
-    if config.num_layers > target.num_layers:
-        raise ValueError(f"{config.num_layers} draft layers cannot be copied from {target.num_layers} target layers")
+    shapes = layer_shapes(config.layer)
+    alike = [index for index, layer in enumerate(target.layers) if layer_shapes(layer) == shapes]
+    if not alike:
+        raise ValueError(f"draft layers {config.layer} cannot be copied from target layers {target.layers[-1]}")
+    if config.num_layers > len(alike):
+        raise ValueError(f"{config.num_layers} draft layers cannot be copied from {len(alike)} target layers")
     if config.vocab_size != target.vocab_size:
         raise ValueError(f"the head's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}")
     if config.anchors[-1] > target.num_layers:
         raise ValueError(f"anchor {config.anchors[-1]} is beyond the last hidden state index {target.num_layers}")
-    last = target.num_layers - config.num_layers
+    last = alike[-config.num_layers]
     first = last if first_layer is None else first_layer
     if not 0 <= first <= last:
         raise ValueError(f"{config.num_layers} layers can be copied from layer 0 to {last} on, found {first}")
-    return first
+    return tuple(index for index in alike if index >= first)[: config.num_layers]
 
 
 def head_from_target(
@@ -131,17 +140,17 @@ def head_from_target(
 ) -> SpeculationModule:
     """A head made from the target's own weights, without training.
 
-    Draft layers are copies of Ls neighbouring layers of the target; every projection is the identity on the deepest
+    Draft layers are copies of Ls layers of the target; every projection is the identity on the deepest
     anchor of its type plus `noise` times a normal; the LM head holds the target head's rows of the draft vocabulary.
 
     Args:
         tensors: canonical paths of the target (`layers.{i}....` of the layers copied, and `head` or `embedding`).
-        first_layer: as in `first_copied_layer`.
+        first_layer: as in `copied_layers`.
 
     Raises:
-        ValueError: as `first_copied_layer`.
+        ValueError: as `copied_layers`.
     """
-    size, first = config.layer.hidden_size, first_copied_layer(config, target, first_layer)
+    size, copied = config.layer.hidden_size, copied_layers(config, target, first_layer)
 
     def value(path: tuple[Any, ...]) -> np.ndarray:
         if path[0] == "projections":
@@ -150,7 +159,7 @@ def head_from_target(
             random = np.random.default_rng([seed, kind]).standard_normal(deepest.shape, dtype=np.float32)
             return deepest + np.float32(noise) * random
         if path[0] == "layers":
-            return tensors[".".join(map(str, ("layers", first + int(path[1]), *path[2:])))]
+            return tensors[".".join(map(str, ("layers", copied[int(path[1])], *path[2:])))]
         rows = tensors["embedding" if target.tie_embeddings else "head"]
         return rows if config.draft_ids is None else rows[np.asarray(config.draft_ids)]
 

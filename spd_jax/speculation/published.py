@@ -2,7 +2,8 @@
 
 A published head is a `config` of plain values and a `state_dict`, in the names of the paper's own implementation
 (arXiv 2605.30852, release of August 2026). Its draft layers are Qwen3's, with q_norm and k_norm, whatever dense model
-the target is; rotary embeddings and the final norm are the target's and are not in the file.
+the target is, and Qwen3.5's, with gated attention, for targets of that family; rotary embeddings and the final norm are
+the target's and are not in the file.
 
 Nothing is guessed: what is missing, unknown or does not fit is refused, all of it in one error. This module knows
 neither `.pt` files (`torch_file` reads them) nor head folders; `published_config` says what a config means.
@@ -11,7 +12,7 @@ neither `.pt` files (`torch_file` reads them) nor head folders; `published_confi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import jax.numpy as jnp
@@ -101,7 +102,7 @@ def from_published(
     plan = made(lambda: StagePlan(cut, num_layers, "separate", anchors))
     ids = config.get("draft_token_ids")
     draft_ids = None if ids is None else tuple(ids)
-    head = made(lambda: HeadConfig(layer, target.rope, num_layers, anchors, config["vocab_size"], draft_ids))
+    head = made(lambda: HeadConfig(layer, num_layers, anchors, config["vocab_size"], draft_ids))
     recipes: dict[str, Recipe] = {}
     if num_layers > len(published.tensors):  # a number out of a file; no table of that length is made
         problems.append(f"num_spec_layers is {num_layers}, state_dict holds {len(published.tensors)} tensors in all")
@@ -113,7 +114,7 @@ def from_published(
     used = {value.dtype for value in published.tensors.values()}
     dtype = _BFLOAT16 if used == {_BFLOAT16} else np.dtype(np.float32)
     values = {
-        path: recipe.combine([published.tensors[part.key] for part in recipe.parts]).astype(dtype)
+        path: recipe.combine([part.prepared(published.tensors[part.key]) for part in recipe.parts]).astype(dtype)
         for path, recipe in recipes.items()
     }
     remembered = {key: config[key] for key in REMEMBERED if key in config}
@@ -142,12 +143,11 @@ def to_published(
     """
     head, layer = module.config, published_layer(target)
     problems = [
-        f"draft layers have {field.name} {getattr(head.layer, field.name)}, the published code builds them with "
-        f"{getattr(layer, field.name)} for this target"
-        for field in dataclasses.fields(LayerConfig)
-        if getattr(head.layer, field.name) != getattr(layer, field.name)
+        f"draft layers have {name} {found}, the published code builds them with {wanted} for this target"
+        for name, found, wanted in _differences(head.layer, layer)
+        if not name.startswith("attention.rope.")
     ]
-    if head.rope != target.rope:
+    if head.layer.attention.rope != layer.attention.rope:
         problems.append("rotary embeddings are the head's own; the published code always takes the target's")
     if len(set(plan.stage_layers)) > 1:
         problems.append(f"stages have {list(plan.stage_layers)} layers; the published code cuts evenly")
@@ -170,7 +170,18 @@ def to_published(
 
 def published_layer(target: ModelConfig) -> LayerConfig:
     """The draft layer that the published code builds for a target: Qwen3's, with the target's sizes."""
-    return dataclasses.replace(draft_layer_config(target.layer), qk_norm=True, mlp_bias=False)
+    layer = draft_layer_config(target).with_attention(qk_norm=True)
+    return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, bias=False))
+
+
+def _differences(found: Any, wanted: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Fields in which two configs differ, by their path, with both values."""
+    for field in dataclasses.fields(found):
+        name, one, other = prefix + field.name, getattr(found, field.name), getattr(wanted, field.name)
+        if dataclasses.is_dataclass(one):
+            yield from _differences(one, other, f"{name}.")
+        elif one != other:
+            yield name, one, other
 
 
 def _refuse(origin: str, problems: Sequence[str]) -> NoReturn:
@@ -181,7 +192,7 @@ def _refuse(origin: str, problems: Sequence[str]) -> NoReturn:
 def _recipes(target: ModelConfig, num_layers: int, num_types: int, draft_vocab_size: int) -> dict[str, Recipe]:
     """Path in `SpeculationModule` -> the published tensors that it is made of."""
     size = target.hidden_size
-    model = dataclasses.replace(target, num_layers=max(num_layers, 0), layer=published_layer(target))
+    model = dataclasses.replace(target, layers=(published_layer(target),) * max(num_layers, 1))
     recipes = {path: recipe for path, recipe in dense_recipes(model, LAYER_NAMES).items() if path.startswith("layers.")}
     whole = {f"projections.{i}.weight": (f"aggr_projs.{i}.weight", (size, (i + 1) * size)) for i in range(num_types)}
     whole["lm_head"] = ("lm_head.weight", (draft_vocab_size, size))
@@ -203,9 +214,9 @@ class _Source:
 def _tensor_problems(published: PublishedHead, recipes: Mapping[str, Recipe], layer: LayerConfig) -> list[str]:
     source = _Source(published)
     problems = table_problems(source, recipes, ignored=r"(?!)", tied=False)
-    gated = (2 * layer.num_heads * layer.head_dim, layer.hidden_size)
-    if source.shapes.get(f"spec_layers.0.{LAYER_NAMES.q}.weight") == gated:
-        problems.append("q_proj has twice the rows: gated attention (Qwen3.5), which draft layers here do not have")
+    gated = (2 * layer.attention.num_heads * layer.attention.head_dim, layer.hidden_size)
+    if not layer.attention.gated and source.shapes.get(f"spec_layers.0.{LAYER_NAMES.q}.weight") == gated:
+        problems.append("q_proj has twice the rows: gated attention (Qwen3.5), which this target does not have")
     for name, value in published.tensors.items():
         if value.dtype not in _DTYPES:
             problems.append(f"{name} has dtype {value.dtype}, expected {', '.join(map(str, _DTYPES))}")
@@ -221,9 +232,14 @@ def _split(value: np.ndarray, count: int, layer: LayerConfig) -> list[np.ndarray
     """Undo a recipe: rows of one parameter into its `count` parts."""
     if count < 3:
         return np.split(value, count)
-    group, tail = layer.num_heads // layer.num_kv_heads, value.shape[1:]
-    by_kv_head = value.reshape(layer.num_kv_heads, group + 2, layer.head_dim, *tail)
-    pieces = by_kv_head[:, :group], by_kv_head[:, group], by_kv_head[:, group + 1]
+    config, tail = layer.attention, value.shape[1:]
+    group = config.num_heads // config.num_kv_heads
+    asked = group * (1 + config.gated)
+    by_kv_head = value.reshape(config.num_kv_heads, asked + 2, config.head_dim, *tail)
+    queries = by_kv_head[:, :asked]
+    if config.gated:  # heads and their gates take turns in the file
+        queries = queries.reshape(config.num_kv_heads, 2, group, config.head_dim, *tail).swapaxes(1, 2)
+    pieces = queries, by_kv_head[:, asked], by_kv_head[:, asked + 1]
     return [piece.reshape(-1, *tail) for piece in pieces]
 
 

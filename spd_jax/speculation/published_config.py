@@ -18,8 +18,8 @@ from spd_jax.speculation.manifest import describe_type, has_type
 from spd_jax.speculation.module import HeadConfig
 
 VERSION = 11
-# Targets whose published draft layers are Qwen3's dense layer; those of Qwen3.5 are gated.
-FAMILIES = ("llama", "qwen3", "qwen3_moe")
+# Targets whose published draft layers are known: Qwen3's dense layer, for Qwen3.5 its own.
+FAMILIES = ("llama", "qwen3", "qwen3_5", "qwen3_moe")
 # Written since the trainer takes hidden states before the final norm; older files lack it.
 MARK = "spec_intermediate_size_fallback"
 REQUIRED: dict[str, Any] = {

@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spd_jax.models.decoder import Decoder, head_logits, rows_only, run_layers
-from spd_jax.nn.rope import rope_table
+from spd_jax.models.decoder import Decoder, Ropes, head_logits, rows_only, run_layers
 from spd_jax.plan import StagePlan
 from spd_jax.speculation.module import SpeculationModule
 
@@ -90,15 +89,14 @@ def _draft_logits(graphdef: Any, state: Any, hidden: jax.Array, types: jax.Array
     taps = [hidden[anchor] for anchor in config.anchors]
     features = jnp.stack([module.aggregate(taps[: i + 1]) for i in range(len(taps))])
     x_BTD = features[types, jnp.arange(length)][None]
-    rope = rope_table(config.rope, config.layer.head_dim, jnp.arange(length)[None])
     causal = rows_only(jnp.tril(jnp.ones((1, length, length), bool)))
-    hiddens, _ = run_layers(module.layers, x_BTD, rope, [causal] * config.num_layers)
+    hiddens, _ = run_layers(module.layers, x_BTD, Ropes(jnp.arange(length)[None]), [causal] * config.num_layers)
     if module.lm_head is not None:
         rows = module.lm_head[...]
     else:
         rows = (target.embedding if target.head is None else target.head)[...]
         rows = rows if config.draft_ids is None else rows[jnp.asarray(config.draft_ids)]
-    return head_logits(target.final_norm(hiddens[-1][0, newest]), rows)
+    return head_logits(target.final_norm(hiddens[-1][0, newest]), rows, target.config.logit_cap)
 
 
 class ScriptedDraft:

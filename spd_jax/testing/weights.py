@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from spd_jax.config.model import ModelConfig
+from spd_jax.config.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig, RopeConfig
 from spd_jax.models.decoder import Decoder
 from spd_jax.models.family import parameter_shapes
 from spd_jax.weights.load import canonical_path
+
+
+def dense_layer(
+    hidden_size: int,
+    intermediate_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    eps: float = 1e-5,
+    rope: RopeConfig | None = None,
+    **attention: Any,
+) -> LayerConfig:
+    """The plain layer of most families; `attention` are further fields of its attention."""
+    mixer = AttentionConfig(num_heads, num_kv_heads, head_dim, rope or RopeConfig(), **attention)
+    return LayerConfig(hidden_size, NormConfig(eps), mixer, MlpConfig(intermediate_size))
 
 
 class RandomWeights:
@@ -35,8 +51,12 @@ class RandomWeights:
         """One parameter in float32."""
         shape = self._shapes[path]
         noise = np.random.default_rng([self._seed, zlib.crc32(path.encode())]).standard_normal(shape, np.float32)
-        if path.endswith("norm.weight"):
+        if path.endswith("delta.norm.weight"):  # never zero-centred
             return 1.0 + np.float32(0.1) * noise
+        if path.endswith("norm.weight"):
+            return np.float32(not self.config.norm.zero_centred) + np.float32(0.1) * noise
+        if path.endswith("a_log"):  # decays that leave something of many positions
+            return np.float32(-2.0) + np.float32(0.5) * noise
         if path.endswith("bias"):
             return np.float32(0.1) * noise
         if path == "embedding":

@@ -26,8 +26,8 @@ from spd_jax.speculation.manifest import read_manifest
 from spd_jax.speculation.module import (
     HeadConfig,
     SpeculationModule,
+    copied_layers,
     draft_layer_config,
-    first_copied_layer,
     head_from_target,
 )
 from spd_jax.speculation.vocabulary import choose_draft_vocabulary, count_tokens
@@ -138,7 +138,7 @@ class Distillation:
         return min(steps, self.config.max_steps or steps)
 
     def _first_layer(self) -> int:
-        return first_copied_layer(self.head, self.weights.config, self.config.first_layer)
+        return copied_layers(self.head, self.weights.config, self.config.first_layer)[0]
 
     def _module(self) -> SpeculationModule:
         config = self.config
@@ -274,7 +274,7 @@ def _refuse_misfits(config: DistillConfig, weights: TargetWeights, tokenizer: To
             "devices with --device_count"
         )
     if config.head == "target":
-        first_copied_layer(head, weights.config, config.first_layer)
+        copied_layers(head, weights.config, config.first_layer)
         return
     refuse_other_target(
         config.head,
@@ -312,8 +312,8 @@ def _head(
         counts = count_tokens(_supervised(data), tokenizer.size)
         chosen = choose_draft_vocabulary(counts, config.draft_vocabulary, must_have=ends)
         ids, coverage = chosen.ids, chosen.coverage
-    layer = draft_layer_config(target.layer)
-    head = HeadConfig(layer, target.rope, config.num_draft_layers, plan.anchors, target.vocab_size, ids, config.lm_head)
+    layer = draft_layer_config(target)
+    head = HeadConfig(layer, config.num_draft_layers, plan.anchors, target.vocab_size, ids, config.lm_head)
     return plan, head, coverage, {}
 
 

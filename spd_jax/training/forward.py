@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from spd_jax import struct
-from spd_jax.models.decoder import rows_only, run_layers
+from spd_jax.config.model import AttentionConfig
+from spd_jax.models.decoder import Ropes, rows_only, run_layers
 from spd_jax.nn.blockwise import attend_ranges
 from spd_jax.nn.layers import Attend
-from spd_jax.nn.rope import rope_table
 from spd_jax.speculation.module import SpeculationModule
 from spd_jax.speculation.staircase import Staircase, dense_mask, staircase_ranges
 from spd_jax.training.rows import Rows
@@ -45,12 +45,13 @@ def draft_pass(
     config, blocks = module.config, staircase.num_blocks
     features = [module.aggregate(taps[: kind + 1]) for kind in staircase.types]
     x = jnp.concatenate(features, axis=1)
-    rope = rope_table(config.rope, config.layer.head_dim, jnp.tile(rows.positions, (1, blocks)))
+    ropes = Ropes(jnp.tile(rows.positions, (1, blocks)))
     attend = (attention or staircase_attention)(staircase, rows, module.layers[0].mlp.down.weight[...].dtype)
     with jax.named_scope("draft"):
-        hiddens, _ = run_layers(module.layers[:-1], x, rope, [attend] * (config.num_layers - 1))
+        hiddens, _ = run_layers(module.layers[:-1], x, ropes, [attend] * (config.num_layers - 1))
         # Above the last layer nobody asks for the other types' rows: there they are keys and values only.
-        x, _ = module.layers[-1](hiddens[-1] if hiddens else x, rope, attend, length if newest_only else None)
+        rope, asking = ropes.of(config.layer.mixer), length if newest_only else None
+        x, _ = module.layers[-1](hiddens[-1] if hiddens else x, rope, attend, asking)
     return x.reshape(batch, -1, length, size)
 
 
@@ -60,7 +61,7 @@ def staircase_attention(staircase: Staircase, rows: Rows, dtype: Any) -> Attend:
     ranges = staircase_ranges(staircase, rows.low, rows.fill)
     banks = jnp.asarray([staircase.richest, *staircase.near], jnp.int32)
 
-    def attend(q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array) -> tuple[Array, None]:
+    def attend(q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array, config: AttentionConfig) -> tuple[Array, None]:
         _, asking, heads, group, size = q_BTKGH.shape
         blocks = asking // length
         seen = struct.replace(
@@ -71,7 +72,7 @@ def staircase_attention(staircase: Staircase, rows: Rows, dtype: Any) -> Attend:
         )
         q = jnp.moveaxis(q_BTKGH.reshape(batch, blocks, length, heads, group, size), 1, 2)
         k, v = (x.astype(dtype).reshape(batch, -1, length, heads, size)[:, banks] for x in (k_BTKH, v_BTKH))
-        mixed = attend_ranges(q, k, v, seen)
+        mixed = attend_ranges(q, k, v, seen, config.score_cap)
         return jnp.moveaxis(mixed, 2, 1).reshape(q_BTKGH.shape), None
 
     return attend
@@ -81,9 +82,9 @@ def dense_attention(staircase: Staircase, rows: Rows, dtype: Any) -> Attend:
     """The same attention by one mask over all rows of all blocks: what tests and benchmarks compare with."""
     mask = dense_mask(staircase, rows.low, rows.fill)
 
-    def attend(q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array) -> tuple[Array, None]:
+    def attend(q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array, config: AttentionConfig) -> tuple[Array, None]:
         q, k, v = (x.astype(dtype) for x in (q_BTKGH, k_BTKH, v_BTKH))
-        mixed, _ = rows_only(mask[:, -q.shape[1] :])(q, k, v)
+        mixed, _ = rows_only(mask[:, -q.shape[1] :])(q, k, v, config)
         return mixed.astype(q_BTKGH.dtype), None
 
     return attend

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from spd_jax import struct
-from spd_jax.nn.layers import project
+from spd_jax.models.decoder import head_logits
 from spd_jax.training.objectives import Objective, expected_acceptance
 
 
@@ -40,11 +40,13 @@ class Figures:
 @struct.dataclass
 class Scores:
     """What scores are made of: the draft head's rows `[Vd, D]` (None where the teacher's serve, frozen), the teacher's
-    rows of the same tokens, and the teacher's rows of all other tokens (None where the draft vocabulary is all)."""
+    rows of the same tokens, and the teacher's rows of all other tokens (None where the draft vocabulary is all); `cap`
+    is that of the target's logits, and holds for both."""
 
     draft: Array | None
     teacher: Array
     teacher_rest: Array | None
+    cap: float | None = struct.static(default=None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -82,11 +84,11 @@ def _chunk_loss(
     scored: Array,
     rows: Scores,
 ) -> tuple[Array, Figures]:
-    target_logits = project(teacher, rows.teacher, jnp.float32)
+    target_logits = head_logits(teacher, rows.teacher, rows.cap)
     log_p = jax.nn.log_softmax(target_logits)
     best, inside, outside = jnp.argmax(log_p, axis=-1), jnp.ones_like(scored), jnp.float32(0.0)
     if rows.teacher_rest is not None:
-        rest = project(teacher, rows.teacher_rest, jnp.float32)
+        rest = head_logits(teacher, rows.teacher_rest, rows.cap)
         inside = jnp.max(target_logits, axis=-1) >= jnp.max(rest, axis=-1)
         everything = jnp.logaddexp(jax.nn.logsumexp(target_logits, axis=-1), jax.nn.logsumexp(rest, axis=-1))
         outside = jax.nn.logsumexp(target_logits, axis=-1) - everything  # log of the share of p inside
@@ -94,7 +96,7 @@ def _chunk_loss(
     losses, right = [], []
     accepted = jnp.float32(0.0)
     for kind in range(hidden.shape[1]):
-        log_q = jax.nn.log_softmax(project(hidden[:, kind], draft, jnp.float32))
+        log_q = jax.nn.log_softmax(head_logits(hidden[:, kind], draft, rows.cap))
         losses.append(jnp.sum(covered * objective(log_p, log_q)))
         right.append(jnp.sum(covered * (jnp.argmax(log_q, axis=-1) == best).astype(jnp.float32)))
         if kind == hidden.shape[1] - 1:
@@ -181,6 +183,7 @@ def _backward(objective: Objective, type_weights: tuple[float, ...], chunk: int,
         None if rows.draft is None else (d_draft * scale).astype(rows.draft.dtype),
         jnp.zeros_like(rows.teacher),
         None if rows.teacher_rest is None else jnp.zeros_like(rows.teacher_rest),
+        rows.cap,
     )
     return (d_hidden * scale.astype(d_hidden.dtype), jnp.zeros_like(teacher), None, d_rows)
 

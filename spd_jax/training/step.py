@@ -152,8 +152,8 @@ class Programs:
         module = nnx.merge(self._graphdef, jax.tree.map(lambda x: x.astype(products), params))
         layer_specs = self._target_specs.segments
 
-        def whole(layer: Any) -> Any:
-            return gather(layer, layer_specs[0], stacked=True)
+        def whole(segment: int, layer: Any) -> Any:
+            return gather(layer, layer_specs[segment], stacked=True)
 
         ends = {"embedding": target.embedding, "head": target.head, "final_norm": target.final_norm}
         ends = gather(ends, {name: getattr(self._target_specs, name) for name in ends})
@@ -166,7 +166,10 @@ class Programs:
         head = target.head_rows
         inside, outside = (head[tables[name]] if tables else None for name in ("draft", "rest"))
         scores = Scores(
-            None if module.lm_head is None else module.lm_head[...], head if inside is None else inside, outside
+            None if module.lm_head is None else module.lm_head[...],
+            head if inside is None else inside,
+            outside,
+            target.config.logit_cap,
         )
         return scored_loss(
             OBJECTIVES[self.options.objective],

@@ -1,7 +1,7 @@
 """The frozen target as training reads it: layers stacked between anchors, hidden states at the anchors.
 
-Layers between two anchors are one scan over stacked weights: one compilation a segment instead of one a layer, and
-where parameters are spread over devices, one layer is whole at a time. Nothing here has a gradient.
+Layers of one kind between two anchors are one scan over stacked weights: one compilation a segment instead of one a
+layer, and where parameters are spread over devices, one layer is whole at a time. Nothing here has a gradient.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from spd_jax import struct
-from spd_jax.config.model import ModelConfig
-from spd_jax.models.decoder import head_logits, run_layers
-from spd_jax.nn.blockwise import attend_ranges, causal_ranges
-from spd_jax.nn.layers import layer_structure, rms_norm
-from spd_jax.nn.rope import rope_table
+from spd_jax.config.model import AttentionConfig, LayerConfig, ModelConfig
+from spd_jax.models.decoder import Ropes, embed, head_logits, run_layers
+from spd_jax.nn.blockwise import attend_ranges, window_ranges
+from spd_jax.nn.decoder_layer import layer_structure
+from spd_jax.nn.deltanet import Recurrence
+from spd_jax.nn.layers import rms_norm
 from spd_jax.training.rows import Rows
 from spd_jax.weights.load import Progress
 from spd_jax.weights.mapping import TargetWeights
 
-Gather = Callable[[Any], Any]
-"""Makes parameters whole where they are spread over devices."""
+Gather = Callable[[int, Any], Any]
+"""Makes the parameters of a layer whole where they are spread over devices; first the number of its segment."""
 
 
-def whole(parameters: Any) -> Any:
+def whole(segment: int, parameters: Any) -> Any:
     """The `Gather` of parameters that are whole already."""
     return parameters
 
@@ -38,7 +39,8 @@ def whole(parameters: Any) -> Any:
 @struct.dataclass
 class FrozenTarget:
     """Weights of a target: `embedding` and `head` `[V, D]` (None where tied), `final_norm` `[D]`, and for every
-    segment between neighbouring bounds 0 < ... <= L its layers' parameters by name, stacked `[layers, ...]`.
+    segment between neighbouring bounds 0 < ... <= L its layers' parameters by name, stacked `[layers, ...]`. The
+    layers of a segment are of one kind.
 
     Arrays of the host until they are placed."""
 
@@ -56,11 +58,11 @@ class FrozenTarget:
 
     def normed(self, hidden: Float[Array, "... D"]) -> Float[Array, "... D"]:
         """Hidden states after the final norm."""
-        return rms_norm(hidden, self.final_norm, self.config.layer.rms_norm_eps)
+        return rms_norm(hidden, self.final_norm, self.config.norm)
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Float32 logits of hidden states taken before the final norm."""
-        return head_logits(self.normed(hidden), self.head_rows)
+        return head_logits(self.normed(hidden), self.head_rows, self.config.logit_cap)
 
 
 def load_frozen_target(
@@ -68,11 +70,12 @@ def load_frozen_target(
 ) -> FrozenTarget:
     """Read a target for training with taps at `anchors`; on the host, to be placed by who knows the devices."""
     config = weights.config
-    bounds = tuple(sorted({0, *anchors, config.num_layers}))
-    _, shapes = layer_structure(config.layer)
-    sizes = {".".join(path): int(np.prod(shape)) for path, shape in shapes.items()}
+    kinds = config.layers
+    changes = {index for index in range(1, config.num_layers) if kinds[index] != kinds[index - 1]}
+    bounds = tuple(sorted({0, *anchors, *changes, config.num_layers}))
+    sizes = [layer_sizes(kind) for kind in kinds]
     width = jnp.dtype(dtype).itemsize
-    total = width * (sum(sizes.values()) * config.num_layers + config.vocab_size * config.hidden_size)
+    total = width * (sum(sum(size.values()) for size in sizes) + config.vocab_size * config.hidden_size)
     done = 0
 
     def read(name: str) -> np.ndarray:
@@ -84,11 +87,16 @@ def load_frozen_target(
         return value
 
     segments = tuple(
-        {name: np.stack([read(f"layers.{layer}.{name}") for layer in range(start, end)]) for name in sizes}
+        {name: np.stack([read(f"layers.{layer}.{name}") for layer in range(start, end)]) for name in sizes[start]}
         for start, end in itertools.pairwise(bounds)
     )
     head = None if config.tie_embeddings else read("head")
     return FrozenTarget(read("embedding"), head, read("final_norm.weight"), segments, config, bounds)
+
+
+def layer_sizes(kind: LayerConfig) -> dict[str, int]:
+    """Numbers in every parameter of a layer, by name."""
+    return {".".join(path): int(np.prod(shape)) for path, shape in layer_structure(kind)[1].items()}
 
 
 def target_pass(
@@ -100,25 +108,32 @@ def target_pass(
         dtype: of the activations.
     """
     config = target.config
-    graphdef, shapes = layer_structure(config.layer)
-    rope = rope_table(config.rope, config.layer.head_dim, rows.positions)
-    ranges = causal_ranges(rows.low)
+    ropes = Ropes(rows.positions)
 
-    def attend(q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array) -> tuple[Array, None]:
+    def attend(q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array, config: AttentionConfig) -> tuple[Array, None]:
         k, v = (x.astype(target.embedding.dtype)[:, None] for x in (k_BTKH, v_BTKH))
-        return attend_ranges(q_BTKGH[:, :, None], k, v, ranges)[:, :, 0], None
+        ranges = window_ranges(rows.low, config.window)
+        return attend_ranges(q_BTKGH[:, :, None], k, v, ranges, config.score_cap)[:, :, 0], None
 
-    def layer(x: Array, parameters: dict[str, Array]) -> tuple[Array, None]:
-        parameters = gather(parameters)
-        state = nnx.from_flat_state([(path, nnx.Param(parameters[".".join(path)])) for path in shapes])
-        (x,), _ = run_layers([nnx.merge(graphdef, state)], x, rope, [attend])
-        return x, None
+    def run_segment(index: int, x: Array) -> Array:
+        kind = config.layers[target.bounds[index]]
+        graphdef, shapes = layer_structure(kind)
+        ropes.of(kind.mixer)  # made here, outside of the scan
+        past = attend if isinstance(kind.mixer, AttentionConfig) else Recurrence(first=rows.low)
+
+        def layer(x: Array, parameters: dict[str, Array]) -> tuple[Array, None]:
+            parameters = gather(index, parameters)
+            state = nnx.from_flat_state([(path, nnx.Param(parameters[".".join(path)])) for path in shapes])
+            (x,), _ = run_layers([nnx.merge(graphdef, state)], x, ropes, [past])
+            return x, None
+
+        return jax.lax.scan(layer, x, target.segments[index])[0]
 
     with jax.named_scope("target"):
-        x = target.embedding[rows.ids].astype(dtype)
+        x = embed(target.embedding[rows.ids], config).astype(dtype)
         hidden = {0: x}
-        for (_, end), segment in zip(itertools.pairwise(target.bounds), target.segments, strict=True):
-            x, _ = jax.lax.scan(layer, x, segment)
+        for index, end in enumerate(target.bounds[1:]):
+            x = run_segment(index, x)
             hidden[end] = x
     hidden = jax.lax.stop_gradient(hidden)
     return [hidden[anchor] for anchor in anchors], hidden[config.num_layers]

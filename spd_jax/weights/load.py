@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spd_jax.models.decoder import Decoder
-from spd_jax.models.reading import token_ids
+from spd_jax.models.reading import text_fields, token_ids
 from spd_jax.models.registry import family_of, family_of_gguf
 from spd_jax.weights.errors import WeightsError
 from spd_jax.weights.gguf import GgufFile
@@ -44,9 +44,9 @@ def open_target(location: str | Path) -> TargetWeights:
         return _open_folder(path)
     if path.suffix == ".gguf":
         source = GgufFile(path)
-        family = family_of_gguf(source.metadata.get("general.architecture"), source.origin)
-        config = family.read_gguf_config(source)
-        return CheckpointWeights(config, source, family.gguf_recipes(config), ignored=family.ignored)
+        family, form = family_of_gguf(source.metadata.get("general.architecture"), source.origin)
+        config = form.read_config(source)
+        return CheckpointWeights(config, source, form.recipes(config), ignored=family.ignored)
     raise WeightsError(f"{path}: expected a folder with config.json or a .gguf file")
 
 
@@ -58,7 +58,7 @@ def _open_folder(folder: Path) -> TargetWeights:
         raise FileNotFoundError(f"{folder}: holds no config.json{hint}")
     origin = str(folder / "config.json")
     family = family_of(fields.get("model_type"), origin)
-    config = family.read_config(fields, origin)
+    config = family.read_config(text_fields(fields), origin)
     generation = _read_json(folder / "generation_config.json") or {}
     try:
         ends = (*config.eos_token_ids, *token_ids(generation.get("eos_token_id")))

@@ -8,7 +8,6 @@ meshes or stages.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import re
@@ -18,7 +17,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from spd_jax.config.model import ModelConfig
+from spd_jax.config.model import ModelConfig, facts
 from spd_jax.models.family import HUGGING_FACE, Recipe, TensorSource
 from spd_jax.weights.errors import WeightsError, listed
 
@@ -79,7 +78,7 @@ class CheckpointWeights:
         for part in recipe.parts:
             value = self._source.read(part.key)
             refuse_non_finite(value, f"{self.origin}: tensor {part.key}")
-            parts.append(value if part.prepare is None else part.prepare(value))
+            parts.append(part.prepared(value))
         if path == "embedding" and self.config.tie_embeddings:
             self._warn_of_other_head(parts[0])
         return recipe.combine(parts)
@@ -130,7 +129,7 @@ def refuse_non_finite(value: np.ndarray, name: str) -> None:
 
 def config_digest(weights: TargetWeights) -> str:
     """sha256 of the target's config: equal for equal configs, whatever file they come from."""
-    text = json.dumps(dataclasses.asdict(weights.config), sort_keys=True)
+    text = json.dumps(facts(weights.config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -16,10 +16,10 @@ from spd_jax.cache.entries import (
     write_chunk,
     write_column,
 )
-from spd_jax.config.model import LayerConfig
+from spd_jax.config.model import AttentionConfig
 
 B, K, H, S, C, W = 3, 2, 4, 10, 5, 2
-KIND = LayerConfig(16, 24, 4, K, H, 1e-5)
+KIND = AttentionConfig(4, K, H)
 
 
 def random(*shape: int, seed: int = 0) -> Any:

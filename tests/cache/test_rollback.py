@@ -6,22 +6,30 @@ import pytest
 from spd_jax.decode.state import REJECTED
 from spd_jax.plan import Layout
 from tests.decode.engine import OWN, script
-from tests.decode.published import assert_close, committed, fixture, options, prompts, rebuilt, stepper, texts
+from tests.decode.published import LLAMA, assert_close, committed, fixture, options, prompts, rebuilt, stepper, texts
 
 LAYOUTS = ["beside", pytest.param("separate", marks=pytest.mark.slow)]
+CASES = [
+    ("beside", "tiny_llama"),
+    ("separate", "tiny_qwen3_5"),
+    pytest.param("separate", "tiny_llama", marks=pytest.mark.slow),
+    pytest.param("beside", "tiny_qwen3_5", marks=pytest.mark.slow),
+]
 BITS = ["own", "0", "10", "110", "1", "1011110"]
+LENGTHS = {"tiny_llama": 110, "tiny_qwen3_5": 80}  # tokens; scripts are made of the fixtures' texts
 
 
-def scripts(bits: list[str]) -> list[list[int]]:
-    vocab = fixture().target.config.vocab_size
-    return [OWN if b == "own" else script(b, text, vocab) for b, text in zip(bits, texts(), strict=True)]
+def scripts(bits: list[str], name: str = LLAMA) -> list[list[int]]:
+    vocab = fixture(name).target.config.vocab_size
+    return [OWN if b == "own" else script(b, text, vocab) for b, text in zip(bits, texts(name), strict=True)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_caches_hold_what_the_verified_tokens_alone_would_have_left(layout: Layout):
-    """K06 and every stage's keys: after rejections the caches are those of a sequence that never had them."""
-    runner = stepper(layout)
-    run = runner.start(prompts(), options(110, scripts(BITS)))
+@pytest.mark.parametrize(("layout", "name"), CASES)
+def test_caches_hold_what_the_verified_tokens_alone_would_have_left(layout: Layout, name: str):
+    """K06, and K03, K04 for gated delta nets: after rejections, n in a row or now and then, every stage's caches are
+    those of a sequence that never had them, whatever its neighbours in the batch do."""
+    runner = stepper(layout, name)
+    run = runner.start(prompts(name), options(LENGTHS[name], scripts(BITS, name), name=name))
     for cycles in (7, 1, 13, 40, 15):
         runner.advance(run, cycles)
         control = run.state.control
@@ -29,7 +37,7 @@ def test_caches_hold_what_the_verified_tokens_alone_would_have_left(layout: Layo
             length, drafted = int(control.committed[row]), int(control.drafted[row])
             assert length == len(result.prompt_ids) + len(result.ids) - 1  # the newest verified token is in flight
             assert drafted == length - (int(control.departed[row]) >= 0)
-            target, draft = rebuilt((result.prompt_ids + result.ids)[:length])
+            target, draft = rebuilt((result.prompt_ids + result.ids)[:length], name)
             ours = committed(runner.decoder, run.state, row)
             assert_close(ours[0], target)
             assert_close(ours[1], [(k[:drafted], v[:drafted]) for k, v in draft])
@@ -64,20 +72,21 @@ def test_a_rejection_leaves_committed_keys_alone(layout: Layout):
                     np.testing.assert_array_equal(old_rows, new_rows[:-1])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "name"), CASES)
 @pytest.mark.parametrize("bits", ["0", "100", "1110", "1111110"])
-def test_after_a_rejection_decoding_goes_on_as_from_a_fresh_prefill(layout: Layout, bits: str):
-    """Run, reject, rerun = never ran: the same drafts, to the logit, the same verdicts and cycles from there on."""
-    runner, further = stepper(layout), 30
+def test_after_a_rejection_decoding_goes_on_as_from_a_fresh_prefill(layout: Layout, name: str, bits: str):
+    """Run, reject, rerun = never ran (K01): the same drafts to the logit, the same verdicts and cycles from then on."""
+    runner, further = stepper(layout, name), 30
     verified = bits.index("0") + 1  # tokens before the rejected one
-    drafts = [script(bits, text, fixture().target.config.vocab_size)[: verified + 1] for text in texts()]
-    run = runner.start(prompts(), options(70, drafts))  # the script ends with the rejection
+    vocab = fixture(name).target.config.vocab_size
+    drafts = [script(bits, text, vocab)[: verified + 1] for text in texts(name)]
+    run = runner.start(prompts(name), options(70, drafts, name=name))  # the script ends with the rejection
     runner.advance(run, 4 + verified - 1)
-    for result, text in zip(run.results, texts(), strict=True):
+    for result, text in zip(run.results, texts(name), strict=True):
         assert result.tokens[-1].event == REJECTED
         assert result.ids == text[: verified + 1]
     fresh = runner.start(
-        [result.prompt_ids + result.ids[:-1] for result in run.results], options(70 - verified, [OWN] * 6)
+        [result.prompt_ids + result.ids[:-1] for result in run.results], options(70 - verified, [OWN] * 6, name=name)
     )
     past = run.cycles
     runner.advance(run, further)

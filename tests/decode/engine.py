@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spd_jax.config.model import LayerConfig, ModelConfig, RopeConfig
+from spd_jax.config.model import ModelConfig
 from spd_jax.decode.autoregressive import AutoregressiveDecoder
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Generation, Options, SequenceResult
@@ -23,23 +23,23 @@ from spd_jax.models.decoder import Decoder
 from spd_jax.parallel.mesh import stage_mesh
 from spd_jax.parallel.stack import make_program, stack_params
 from spd_jax.plan import Layout, StagePlan, make_plan
-from spd_jax.speculation.module import HeadConfig, SpeculationModule
-from spd_jax.testing.weights import RandomWeights
+from spd_jax.speculation.module import HeadConfig, SpeculationModule, draft_layer_config
+from spd_jax.testing.weights import RandomWeights, dense_layer
 from spd_jax.weights.load import load_decoder
 
 BATCH, CHUNK, CYCLES = 4, 4, 8  # of every shared decoder
 MAX_LENGTH = 1024
 VOCAB = 61  # a prime: no number of ranks divides it
-LAYER = LayerConfig(16, 24, 4, 2, 4, 1e-5)
+LAYER = dense_layer(16, 24, 4, 2, 4, 1e-5)
 # Weights whose greedy text keeps changing, by number of layers (the tests of the text check it).
 SEEDS = {3: 0, 8: 0, 30: 4}
 
 
 def model_config(num_layers: int, **changes: Any) -> ModelConfig:
     """A Llama of `num_layers` tiny layers."""
-    fields: dict[str, Any] = {"vocab_size": VOCAB, "layer": LAYER, "rope": RopeConfig(), "max_position": MAX_LENGTH}
+    fields: dict[str, Any] = {"vocab_size": VOCAB, "layers": (LAYER,) * num_layers, "max_position": MAX_LENGTH}
     fields |= {"tie_embeddings": False, "eos_token_ids": (2,)} | changes
-    return ModelConfig("llama", num_layers=num_layers, **fields)
+    return ModelConfig("llama", **fields)
 
 
 @functools.cache
@@ -54,7 +54,7 @@ def target(num_layers: int) -> Decoder:
 
 def random_head(target: ModelConfig, plan: StagePlan, seed: int = 7, **changes: Any) -> SpeculationModule:
     """A random speculation module with logits of the target's size; its layers have half gain: rounding stays small."""
-    fields: dict[str, Any] = {"layer": target.layer, "rope": target.rope, "anchors": plan.anchors}
+    fields: dict[str, Any] = {"layer": draft_layer_config(target), "anchors": plan.anchors}
     fields |= {"num_layers": plan.num_draft_layers, "vocab_size": target.vocab_size} | changes
     config = HeadConfig(**fields)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: SpeculationModule(config, rngs=nnx.Rngs(0))))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spd_jax.cache.layer import capacity_of
 from spd_jax.decode.batch import Batch, make_batch
 from spd_jax.decode.compute import compute
 from spd_jax.decode.cycle import _exchange, cycle
@@ -84,7 +85,7 @@ class Stepper:
         run.batch.extend(run.cycles, log.event, log.token, log.log_prob, log.draft)
         run.draft_logits = np.concatenate([run.draft_logits, _unshard(draft, self.draft_ids)])
         run.state, run.cycles = state, run.cycles + cycles
-        room = state.caches[0].v.shape[-2] - self.decoder.program.plan.num_columns
+        room = capacity_of(state.caches) - self.decoder.program.plan.num_columns
         assert int(state.control.committed.max()) < room, "the stepper does not grow caches"
 
     def run(self, prompts: Sequence[list[int]], options: Options) -> Run:

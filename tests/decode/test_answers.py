@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -61,7 +62,7 @@ def test_bfloat16_weights_with_float32_activations():
     )
     options = Options(2, log_probs=True)
     caches, *_ = half.prompt_arrays(make_batch(PROMPTS[:BATCH], options, VOCAB, 64))
-    assert {cache.dtype for cache in caches} == {jnp.dtype(jnp.float32)}
+    assert {cache.dtype for cache in jax.tree.leaves(caches)} == {jnp.dtype(jnp.float32)}
     found, exact = (d.generate(PROMPTS[:BATCH], options).results for d in (half, autoregressive(3)))
     first = [[result.tokens[0].log_prob for result in results] for results in (found, exact)]
     np.testing.assert_allclose(first[0], first[1], atol=0.05)

@@ -78,7 +78,7 @@ def test_autoregressive_decoding_copies_no_cache() -> None:
     # Shapes are enough to compile a dispatch for: the prefill is only traced.
     state, _, _ = jax.eval_shape(prefill, decoder.weights, request, *decoder.prompt_arrays(batch))
     text = dispatch.lower(decoder.weights, request, state).compile().as_text()
-    caches = {"f32[" + ",".join(map(str, x.shape)) + "]" for x in (state.k[0], state.v[0])}
+    caches = {"f32[" + ",".join(map(str, x.shape)) + "]" for x in (state.caches.k[0], state.caches.v[0])}
     loop = text.split("\nENTRY ")[0]
     assert all(cache in loop for cache in caches)
     assert not caches & set(re.findall(r"= (f32\[[\d,]*\])\S* copy\(", loop))

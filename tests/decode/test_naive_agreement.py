@@ -1,6 +1,5 @@
 """The engine and the naive decoder agree on every token, every verdict, every cycle and every draft logit."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -97,7 +96,7 @@ HEADS: dict[str, tuple[StagePlan, dict[str, Any]]] = {
     "the target's rows": (StagePlan((1, 1, 1), 2, "beside", (0, 1, 3)), {"lm_head": "target"}),
     "the last layer": (StagePlan((1, 4, 3), 1, "separate", (0, 2, 8)), {"draft_ids": SUBSET, "lm_head": "target"}),
     "inside stages": (StagePlan((5, 3), 3, "beside", (0, 1, 4, 5, 7)), {}),
-    "its own layers": (StagePlan((2, 2, 4), 2, "beside", (0, 2, 4, 7)), {"layer": replace(LAYER, qk_norm=True)}),
+    "its own layers": (StagePlan((2, 2, 4), 2, "beside", (0, 2, 4, 7)), {"layer": LAYER.with_attention(qk_norm=True)}),
     "types skipped": (StagePlan((4, 4), 1, "separate", (0, 1, 2, 3, 8)), {}),
 }
 GATE = ("the target's rows and one anchor",)

@@ -101,7 +101,8 @@ def test_the_compiled_cycle_writes_caches_in_place_and_has_four_collectives(batc
     """Whatever makes an array of a cache's shape is an update in place: no copy, no select, no scatter."""
     decoder = pipeline(3, 3)
     text = trace_dispatch(decoder, batch_size, Sampling()).lower().compile().as_text()
-    heads, size = decoder.program.target.layer.num_kv_heads, decoder.program.target.layer.head_dim
+    attention = decoder.program.target.layers[0].attention
+    heads, size = attention.num_kv_heads, attention.head_dim
     shape = rf"\[[\d,]*{heads},(?:{size},{CAPACITY}|{CAPACITY},{size})\]"
     made = collections.Counter(re.findall(rf"%([a-z_\-]+)[\d.]* = \w+{shape}\S* ([\w\-]+)\(", text))
     in_place = {"parameter", "get-tuple-element", "bitcast", "dynamic-update-slice"}

@@ -1,4 +1,6 @@
-"""The published head on its tiny target: the same text, verdicts, cycles and draft logits as the published code."""
+"""The published heads on their tiny targets: the same text, verdicts, cycles and draft logits as the published code."""
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,26 +11,36 @@ from tests.decode.engine import assert_cycles_exact, script, verdicts
 from tests.decode.published import decoder, fixture, options, prompts, stepper, texts
 
 TOKENS = 80
+NAMES = ["tiny_llama", "tiny_qwen3_5"]
+SLOW = [("beside", "tiny_llama"), ("separate", "tiny_qwen3_5")]
 
 
-@pytest.mark.parametrize("layout", ["separate", pytest.param("beside", marks=pytest.mark.slow)])
-def test_text_verdicts_and_cycles_are_the_published_ones(layout: Layout):
-    results = decoder(layout).generate(prompts(), options(TOKENS)).results
-    for result, golden in zip(results, fixture().prompts, strict=True):
+def marked(cases: list[tuple[Layout, str]], slow: bool) -> list[Any]:
+    """Every case, those (not) in `SLOW` marked slow."""
+    return [pytest.param(*case, marks=pytest.mark.slow if (case in SLOW) == slow else ()) for case in cases]
+
+
+CASES: list[tuple[Layout, str]] = [(layout, name) for name in NAMES for layout in ("separate", "beside")]
+
+
+@pytest.mark.parametrize(("layout", "name"), marked(CASES, slow=True))
+def test_text_verdicts_and_cycles_are_the_published_ones(layout: Layout, name: str):
+    results = decoder(layout, name).generate(prompts(name), options(TOKENS, name=name)).results
+    for result, golden in zip(results, fixture(name).prompts, strict=True):
         assert result.ids == golden["generated_ids"]
         assert verdicts(result) == golden["accepted"]
         assert result.cycles == golden["cycles"]
         assert_cycles_exact(result, 4)
 
 
-@pytest.mark.parametrize("layout", ["beside", pytest.param("separate", marks=pytest.mark.slow)])
-def test_draft_logits_of_every_cycle_are_the_published_ones(layout: Layout):
-    run = stepper(layout).run(prompts(), options(TOKENS))
-    for row, golden in enumerate(fixture().prompts):
+@pytest.mark.parametrize(("layout", "name"), marked(CASES, slow=False))
+def test_draft_logits_of_every_cycle_are_the_published_ones(layout: Layout, name: str):
+    run = stepper(layout, name).run(prompts(name), options(TOKENS, name=name))
+    for row, golden in enumerate(fixture(name).prompts):
         assert run.results[row].ids == golden["generated_ids"]
         assert verdicts(run.results[row]) == golden["accepted"]
         assert run.results[row].cycles == golden["cycles"]
-        difference = np.abs(run.draft_logits[: golden["cycles"], row] - fixture().draft_logits(row))
+        difference = np.abs(run.draft_logits[: golden["cycles"], row] - fixture(name).draft_logits(row))
         # Logits reach 9.4, where float32 steps by 1e-6.
         assert np.quantile(difference, 0.999) < 4e-6
         assert difference.max() < 6e-6

@@ -25,6 +25,10 @@ def read(**changes: Any) -> Any:
     return read_config(fields, "config.json")
 
 
+def rope_of(config: Any) -> RopeConfig:
+    return config.layers[0].attention.rope
+
+
 def refusal(**changes: Any) -> str:
     with pytest.raises(ValueError, match=r"config\.json") as error:
         read(**changes)
@@ -44,8 +48,12 @@ def test_biases_tied_head_and_wide_heads_are_read():
 def test_absent_fields_take_the_defaults_of_transformers():
     absent = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
     config = read(**dict.fromkeys(absent, ...), bos_token_id=..., eos_token_id=None, pad_token_id=...)
-    assert (config.layer.num_kv_heads, config.layer.head_dim, config.max_position) == (4, 8, 2048)
-    assert (config.layer.rms_norm_eps, config.tie_embeddings, config.eos_token_ids) == (1e-6, False, ())
+    assert (config.layers[0].attention.num_kv_heads, config.layers[0].attention.head_dim, config.max_position) == (
+        4,
+        8,
+        2048,
+    )
+    assert (config.norm.eps, config.tie_embeddings, config.eos_token_ids) == (1e-6, False, ())
     assert config.bos_token_id is None
 
 
@@ -61,17 +69,17 @@ def test_llama3_scaling_reads_the_same_in_the_old_and_the_new_form():
     )
     new = read(rope_parameters=LLAMA3 | {"rope_theta": 5e5})
     old = read(rope_scaling=LLAMA3, rope_theta=5e5)
-    assert new.rope == old.rope == wanted
+    assert rope_of(new) == rope_of(old) == wanted
 
 
 def test_linear_scaling_in_its_oldest_form():
-    assert read(rope_scaling={"type": "linear", "factor": 2}).rope == RopeConfig(kind="linear", factor=2.0)
+    assert rope_of(read(rope_scaling={"type": "linear", "factor": 2})) == RopeConfig(kind="linear", factor=2.0)
 
 
 def test_yarn_reads_all_its_parameters():
     """E03: yarn was ignored silently."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16, "beta_slow": 2.0, "truncate": False, "mscale": 1.5}
-    rope = read(rope_scaling=yarn | {"original_max_position_embeddings": 32}).rope
+    rope = rope_of(read(rope_scaling=yarn | {"original_max_position_embeddings": 32}))
     assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 4.0, 32)
     assert (rope.beta_fast, rope.beta_slow, rope.truncate, rope.mscale) == (16.0, 2.0, False, 1.5)
 
@@ -123,7 +131,7 @@ def test_all_problems_come_at_once():
 
 
 def test_an_unknown_family_names_the_supported_ones():
-    supported = ", ".join(sorted(family.name for family in FAMILIES))
+    supported = ", ".join(sorted(name for family in FAMILIES for name in (family.name, *family.also)))
     with pytest.raises(ValueError, match=f"model_type 'mamba' is not supported; supported: {supported}"):
         family_of("mamba", "config.json")
     with pytest.raises(ValueError, match="GGUF architecture 'mamba' is not supported; supported:"):
@@ -133,7 +141,8 @@ def test_an_unknown_family_names_the_supported_ones():
 
 
 def test_a_family_is_found_by_either_name():
-    assert family_of("llama", "") is family_of_gguf("llama", "") is FAMILY
+    assert family_of("llama", "") is family_of_gguf("llama", "")[0] is FAMILY
+    assert family_of("gemma3", "") is family_of("gemma3_text", "")
 
 
 def test_the_config_that_transformers_writes_is_read():

@@ -7,7 +7,8 @@ import gguf
 import numpy as np
 import pytest
 
-from spd_jax.config.model import LayerConfig, ModelConfig, RopeConfig
+from spd_jax.config.model import ModelConfig, RopeConfig
+from spd_jax.testing.weights import dense_layer
 from spd_jax.weights.gguf_header import read_header
 from spd_jax.weights.load import load_decoder, open_target
 from spd_jax.weights.location import resolve
@@ -51,9 +52,7 @@ def test_the_file_says_what_the_model_is():
     wanted = ModelConfig(
         family="llama",
         vocab_size=49152,
-        num_layers=30,
-        layer=LayerConfig(576, 1536, num_heads=9, num_kv_heads=3, head_dim=64, rms_norm_eps=1e-5),
-        rope=RopeConfig(theta=100000.0),
+        layers=(dense_layer(576, 1536, 9, 3, 64, 1e-5, RopeConfig(theta=100000.0)),) * 30,
         max_position=8192,
         tie_embeddings=True,
         eos_token_ids=(2,),

@@ -7,15 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from spd_jax.config.model import LayerConfig, RopeConfig
+from spd_jax.config.model import AttentionConfig, LayerConfig, MlpConfig, NormConfig, RopeConfig
 from spd_jax.models.decoder import rows_only
-from spd_jax.nn.layers import DecoderLayer
+from spd_jax.nn.decoder_layer import DecoderLayer
 from spd_jax.nn.rope import rope_table
 
 LENGTH, ASKING = 7, 3
+EVERYTHING = {"qk_norm": True, "qkv_bias": True, "output_bias": True, "gated": True, "score_cap": 2.0, "scale": 0.7}
 CONFIG = LayerConfig(
-    16, 24, 4, 2, 4, 1e-5, qk_norm=True, qkv_bias=True, output_bias=True, mlp_bias=True
-)  # everything that a layer can have
+    16,
+    NormConfig(1e-5, zero_centred=True),
+    AttentionConfig(4, 2, 4, RopeConfig(partial_rotary_factor=0.5), **EVERYTHING),
+    MlpConfig(24, bias=True),
+    post_norms=True,
+)  # everything that a layer can have, but for a window
 
 
 def random_layer(config: LayerConfig) -> tuple[Any, Any]:
@@ -32,7 +37,7 @@ def test_the_rows_asked_for_are_those_of_the_whole_layer():
     rng = np.random.default_rng(1)
     x, weight = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, LENGTH, 16), (2, ASKING, 16)))
     positions = jnp.asarray([[0, 1, 2, 3, 4, 5, 6], [4, 5, 0, 1, 2, 0, 1]], jnp.int32)
-    rope = rope_table(RopeConfig(), CONFIG.head_dim, positions)
+    rope = rope_table(CONFIG.attention, positions)
     mask = jnp.asarray(np.tril(rng.random((2, LENGTH, LENGTH)) < 0.7) | np.eye(LENGTH, dtype=bool))
 
     def loss(state: Any, x: Any, asking: int | None) -> tuple[jax.Array, jax.Array]:

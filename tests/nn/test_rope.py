@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spd_jax.config.model import RopeConfig
+from spd_jax.config.model import AttentionConfig, RopeConfig
 from spd_jax.models.llama import read_config
 from spd_jax.nn.rope import apply_rope, inverse_frequencies, rope_table
 from tests.tiny import LLAMA
@@ -36,7 +36,7 @@ def test_inverse_frequencies_equal_those_of_transformers(kind: str, head_dim: in
         "rope_parameters": {"rope_theta": 5e4, "rope_type": kind, **KINDS[kind]},
     }
     theirs = LlamaRotaryEmbedding(LlamaConfig(**fields))
-    inv_freq, factor = inverse_frequencies(read_config(fields, "config.json").rope, head_dim)
+    inv_freq, factor = inverse_frequencies(read_config(fields, "config.json").layers[0].attention.rope, head_dim)
     np.testing.assert_allclose(inv_freq, theirs.inv_freq.numpy(), rtol=1e-5)
     assert factor == pytest.approx(theirs.attention_scaling)
 
@@ -49,7 +49,7 @@ def test_rotation_pairs_the_halves_not_the_neighbours():
         angle = position * theta ** (-2 * i / 8)
         wanted[i] = x[i] * np.cos(angle) - x[i + 4] * np.sin(angle)
         wanted[i + 4] = x[i + 4] * np.cos(angle) + x[i] * np.sin(angle)
-    table = rope_table(RopeConfig(theta=theta), 8, jnp.full((1, 1), position, jnp.int32))
+    table = rope_table(AttentionConfig(1, 1, 8, RopeConfig(theta=theta)), jnp.full((1, 1), position, jnp.int32))
     rotated = apply_rope(jnp.asarray(x, jnp.float32)[None, None], table.cos, table.sin)
     np.testing.assert_allclose(rotated[0, 0], wanted, atol=1e-5)
 
@@ -57,21 +57,21 @@ def test_rotation_pairs_the_halves_not_the_neighbours():
 def test_two_tables_with_different_settings_are_independent():
     """E06: a target and its draft shared a cosine cache though their theta differed."""
     positions = jnp.arange(5, dtype=jnp.int32)[None]
-    target = rope_table(RopeConfig(theta=1e6), 8, positions)
-    head = rope_table(RopeConfig(theta=1e4), 8, positions)
-    again = rope_table(RopeConfig(theta=1e6), 8, positions)
+    target = rope_table(AttentionConfig(1, 1, 8, RopeConfig(theta=1e6)), positions)
+    head = rope_table(AttentionConfig(1, 1, 8, RopeConfig(theta=1e4)), positions)
+    again = rope_table(AttentionConfig(1, 1, 8, RopeConfig(theta=1e6)), positions)
     assert not np.allclose(target.cos, head.cos)
     np.testing.assert_array_equal(target.cos, again.cos)
 
 
 def test_a_negative_position_reads_as_zero():
-    table = rope_table(RopeConfig(), 8, jnp.asarray([[-1, 0]], jnp.int32))
+    table = rope_table(AttentionConfig(1, 1, 8, RopeConfig()), jnp.asarray([[-1, 0]], jnp.int32))
     np.testing.assert_array_equal(table.cos[0, 0], table.cos[0, 1])
     np.testing.assert_array_equal(table.sin[0, 0], table.sin[0, 1])
 
 
 def test_bfloat16_rows_are_rotated_in_float32():
-    table = rope_table(RopeConfig(), 8, jnp.full((1, 1), 200, jnp.int32))
+    table = rope_table(AttentionConfig(1, 1, 8, RopeConfig()), jnp.full((1, 1), 200, jnp.int32))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 1, 8)), jnp.bfloat16)
     rotated = apply_rope(x, table.cos, table.sin)
     exact = apply_rope(x.astype(jnp.float32), table.cos, table.sin)

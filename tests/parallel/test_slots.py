@@ -5,12 +5,13 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spd_jax.config.model import LayerConfig
+from spd_jax.config.model import LayerConfig, MlpConfig
 from spd_jax.parallel.slots import Role, SlotTable, slot_table
 from spd_jax.plan import StagePlan, make_plan
+from spd_jax.testing.weights import dense_layer
 
-LAYER = LayerConfig(16, 24, 4, 2, 4, 1e-5)
-KINDS = [LAYER, dataclasses.replace(LAYER, qk_norm=True), dataclasses.replace(LAYER, intermediate_size=32)]
+LAYER = dense_layer(16, 24, 4, 2, 4, 1e-5)
+KINDS = [LAYER, LAYER.with_attention(qk_norm=True), dataclasses.replace(LAYER, mlp=MlpConfig(32))]
 
 
 # Plain values: the run-time checks on the library use random numbers, which hypothesis forbids while it draws.

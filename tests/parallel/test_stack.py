@@ -1,6 +1,5 @@
 """Stacked parameters: every tensor on the rank that the plan gives it, zeros elsewhere, nothing lost."""
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,7 +36,7 @@ def stacked(
 @pytest.mark.parametrize("options", PLANS)
 @pytest.mark.parametrize("draft_kind", ["the target's", "its own"])
 def test_every_layer_is_on_its_rank(options: dict[str, Any], draft_kind: str):
-    layer = LAYER if draft_kind == "the target's" else dataclasses.replace(LAYER, qk_norm=True)
+    layer = LAYER if draft_kind == "the target's" else LAYER.with_attention(qk_norm=True)
     plan, weights, head, program, params = stacked(options, layer=layer)
     expected: dict[tuple[int, int], dict[str, np.ndarray]] = {}
     for stage in range(1, plan.num_stages + 1):

@@ -21,7 +21,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "other numbers": ({}, {"seed": 8}),
     "more draft layers than a stage has": ({"num_draft_layers": 4}, {}),
     "fewer draft layers and anchors": ({"num_draft_layers": 1, "anchors": (0, 4)}, {}),
-    "layers of another kind": ({}, {"layer": dataclasses.replace(LAYER, qk_norm=True)}),
+    "layers of another kind": ({}, {"layer": LAYER.with_attention(qk_norm=True)}),
     "the target's head": ({}, {"lm_head": "target"}),
     "some of the target's rows": ({}, {"lm_head": "target", "draft_ids": (1, 5, 9, 33, 60)}),
     "some rows of its own": ({}, {"draft_ids": (0, 2, 3, 4, 59)}),

@@ -8,7 +8,7 @@ import sys
 import jax
 from flax import nnx
 
-from spd_jax.config.model import LayerConfig, ModelConfig, RopeConfig
+from spd_jax.config.model import ModelConfig
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Options
 from spd_jax.parallel.mesh import stage_mesh
@@ -16,7 +16,7 @@ from spd_jax.parallel.processes import join_processes
 from spd_jax.parallel.stack import make_program, stack_params
 from spd_jax.plan import make_plan
 from spd_jax.speculation.module import HeadConfig, SpeculationModule
-from spd_jax.testing.weights import RandomWeights
+from spd_jax.testing.weights import RandomWeights, dense_layer
 
 
 def main(process: int, processes: int, coordinator: str, devices: int) -> None:
@@ -25,10 +25,10 @@ def main(process: int, processes: int, coordinator: str, devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
     if processes > 1:
         join_processes(coordinator, processes, process, timeout=120)
-    layer = LayerConfig(32, 48, 4, 2, 8, 1e-5)
-    config = ModelConfig("llama", 64, 5, layer, RopeConfig(), 256, True)
+    layer = dense_layer(32, 48, 4, 2, 8, 1e-5)
+    config = ModelConfig("llama", 64, (layer,) * 5, 256, True)
     plan = make_plan(5, 3, num_draft_layers=1)
-    head = SpeculationModule(HeadConfig(layer, RopeConfig(), 1, plan.anchors, 64, None, "target"), rngs=nnx.Rngs(0))
+    head = SpeculationModule(HeadConfig(layer, 1, plan.anchors, 64, None, "target"), rngs=nnx.Rngs(0))
     program, mesh = make_program(config, head, plan), stage_mesh(plan.num_ranks)
     params = stack_params(program, RandomWeights(config, 0), head, mesh)
     decoder = PipelineDecoder(program, params, mesh, prefill_chunk=8, cycles_per_dispatch=8)

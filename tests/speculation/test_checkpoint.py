@@ -1,5 +1,6 @@
 """Head folders: what is written comes back bit by bit, and whatever does not fit is refused by name."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -12,23 +13,24 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from spd_jax.config.model import LayerConfig, ModelConfig, RopeConfig
+from spd_jax.config.model import MlpConfig, ModelConfig, NormConfig, RopeConfig
 from spd_jax.nn.rope import inverse_frequencies
 from spd_jax.plan import StagePlan
 from spd_jax.speculation import checkpoint
 from spd_jax.speculation.checkpoint import file_digest, load_head, named_tensors, save_head
 from spd_jax.speculation.manifest import read_manifest
 from spd_jax.speculation.module import HeadConfig, SpeculationModule
+from spd_jax.testing.weights import dense_layer
 
-LAYER = LayerConfig(32, 48, 4, 2, 8, 1e-6)
 LLAMA3 = RopeConfig(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64)
-TARGET = ModelConfig("llama", 64, 8, LAYER, LLAMA3, 256, tie_embeddings=False, eos_token_ids=(2,))
+LAYER = dense_layer(32, 48, 4, 2, 8, 1e-6, LLAMA3)
+TARGET = ModelConfig("llama", 64, (LAYER,) * 8, 256, tie_embeddings=False, eos_token_ids=(2,))
 PLAN = StagePlan((2, 2, 2, 2), 2, "separate", (0, 2, 6, 7))
 DIGESTS: dict[str, Any] = {"target_digest": "a" * 64, "tokenizer_digest": "b" * 64}
 
 
 def make_head(dtype: Any = jnp.float32, **changes: Any) -> SpeculationModule:
-    values: dict[str, Any] = {"layer": LAYER, "rope": LLAMA3, "num_layers": 2, "anchors": PLAN.anchors}
+    values: dict[str, Any] = {"layer": LAYER, "num_layers": 2, "anchors": PLAN.anchors}
     values |= {"vocab_size": 64, "draft_ids": (0, 1, 2, 7), **changes}
     return SpeculationModule(HeadConfig(**values), dtype=dtype, rngs=nnx.Rngs(3))
 
@@ -78,7 +80,10 @@ def test_round_trip_is_exact(tmp_path: Path, dtype: Any, changes: dict[str, Any]
 
 
 def test_every_kind_of_draft_layer_comes_back(tmp_path: Path):
-    layer = LayerConfig(32, 48, 4, 2, 8, 1e-6, qk_norm=True, qkv_bias=True, output_bias=True, mlp_bias=True)
+    changes = {"qk_norm": True, "qkv_bias": True, "output_bias": True, "gated": True, "score_cap": 2.0, "scale": 0.5}
+    layer = LAYER.with_attention(**changes)
+    norm = NormConfig(1e-6, zero_centred=True)
+    layer = dataclasses.replace(layer, norm=norm, mlp=MlpConfig(48, "gelu", bias=True), post_norms=True)
     module = make_head(layer=layer)
     save(tmp_path / "head", module)
     loaded, _ = load(tmp_path / "head")
@@ -123,15 +128,15 @@ def test_file_names_its_conventions(saved: Path):
 
 def test_rope_of_the_head_is_kept_whole(saved: Path):
     _, manifest = load(saved)  # E01: the scaling is not dropped
-    frequencies, _ = inverse_frequencies(manifest.head.rope, LAYER.head_dim)
-    np.testing.assert_array_equal(frequencies, inverse_frequencies(LLAMA3, LAYER.head_dim)[0])
+    frequencies, _ = inverse_frequencies(manifest.head.layer.attention.rope, LAYER.attention.head_dim)
+    np.testing.assert_array_equal(frequencies, inverse_frequencies(LLAMA3, LAYER.attention.head_dim)[0])
 
 
 def test_rope_of_the_head_is_its_own(tmp_path: Path):
     own = RopeConfig(theta=1e4)  # E06
-    save(tmp_path / "head", make_head(rope=own))
+    save(tmp_path / "head", make_head(layer=LAYER.with_attention(rope=own)))
     _, manifest = load(tmp_path / "head")
-    assert manifest.head.rope == own != TARGET.rope
+    assert manifest.head.layer.attention.rope == own != LAYER.attention.rope
 
 
 def test_without_a_tokenizer_at_hand_it_is_not_compared(tmp_path: Path, saved: Path):
@@ -149,8 +154,8 @@ def test_digest_of_a_file(tmp_path: Path):
 
 
 def test_whole_numbers_may_stand_for_floats(head: Path):
-    put("head", "rope", "theta", 10000)(head)
-    assert read_manifest(head).head.rope == LLAMA3
+    put("head", "layer", "mixer", "rope", "theta", 10000)(head)
+    assert read_manifest(head).head.layer.attention.rope == LLAMA3
 
 
 # Saving is all or nothing
@@ -301,11 +306,14 @@ BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     (put("anchors", []), r"anchors is \[\], expected an object"),
     (put("head", "num_layers", 3), r"missing tensors \['layers.2"),
     (put("head", "num_layers", True), "head.num_layers is True, expected int"),
-    (put("head", "layer", "rms_norm_eps", "1e-6"), "head.layer.rms_norm_eps is '1e-6', expected float"),
-    (put("head", "layer", "num_heads", 3), "num_attention_heads 3 is not a multiple of num_key_value_heads 2"),
-    (put("head", "layer", "gated", True), r"head.layer: missing keys \[\].*unknown keys \['gated'\]"),
-    (put("head", "rope", "kind", "ntk"), "head.rope.kind is 'ntk'"),
-    (drop("head", "rope", "theta"), r"head.rope: missing keys \['theta'\]"),
+    (put("head", "layer", "norm", "eps", "1e-6"), "head.layer.norm.eps is '1e-6', expected float"),
+    (
+        put("head", "layer", "mixer", "num_heads", 3),
+        "num_attention_heads 3 is not a multiple of",
+    ),
+    (put("head", "layer", "extra", True), r"head.layer: missing keys \[\].*unknown keys \['extra'\]"),
+    (put("head", "layer", "mixer", "rope", "kind", "ntk"), "head.layer.mixer.rope.kind is 'ntk'"),
+    (drop("head", "layer", "mixer", "rope", "theta"), r"head.layer.mixer.rope: missing keys \['theta'\]"),
     (put("head", "lm_head", "shared"), r"head.lm_head is 'shared', expected one of \['own', 'target'\]"),
     (put("head", "lm_head", "target"), r"unexpected tensors \['lm_head'\]"),
     (put("head", "dtype", "float16"), "head.dtype is 'float16', expected one of"),
@@ -315,8 +323,8 @@ BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     (put("training", [1]), r"training is \[1\], expected an object"),
     (put("surprise", 1), r"unknown keys \['surprise'\]"),
     (put("format", "other"), "format is 'other', expected 'spd_jax speculation head'"),
-    (put("format_version", 2), "format_version is 2, this program reads 1"),
-    (drop("format_version"), "format_version is None, this program reads 1"),
+    (put("format_version", 1), "format_version is 1, this program reads 2"),
+    (drop("format_version"), "format_version is None, this program reads 2"),
     (cut("config.json", 100), "is not valid JSON"),
     (lambda head: (head / "config.json").write_text("[]"), r"format is \[\], expected"),
     (lambda head: (head / "config.json").unlink(), "config.json is missing"),
@@ -348,7 +356,7 @@ def test_a_head_for_another_target_is_refused(saved: Path):
         load(saved, target_digest="c" * 64)
     with pytest.raises(ValueError, match=r"digest of the tokenizer bbbb.*, expected cccc"):
         load(saved, tokenizer_digest="c" * 64)
-    other = ModelConfig("llama", 65, 9, LayerConfig(64, 48, 4, 2, 8, 1e-6), LLAMA3, 256, tie_embeddings=False)
+    other = ModelConfig("llama", 65, (dense_layer(64, 48, 4, 2, 8, 1e-6, LLAMA3),) * 9, 256, tie_embeddings=False)
     with pytest.raises(ValueError, match="hidden size 32, expected 64; vocabulary size 64, expected 65; number of"):
         load(saved, target_config=other)
 

@@ -9,19 +9,26 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spd_jax.config.model import LayerConfig, ModelConfig, RopeConfig
+from spd_jax.config.model import AttentionConfig, ModelConfig, RopeConfig
 from spd_jax.models.decoder import Decoder
-from spd_jax.nn.layers import DecoderLayer
+from spd_jax.nn.decoder_layer import DecoderLayer
 from spd_jax.nn.rope import rope_table
 from spd_jax.plan import StagePlan
 from spd_jax.speculation.checkpoint import named_tensors
-from spd_jax.speculation.module import HeadConfig, SpeculationModule, draft_layer_config, head_from_target
+from spd_jax.speculation.module import (
+    HeadConfig,
+    SpeculationModule,
+    copied_layers,
+    draft_layer_config,
+    head_from_target,
+)
 from spd_jax.testing.naive import NaiveDecoder
+from spd_jax.testing.weights import dense_layer
 
-LAYER = LayerConfig(32, 48, 4, 2, 8, 1e-6)
-TARGET = ModelConfig("llama", 64, 8, LAYER, RopeConfig(), 256, tie_embeddings=False)
+LAYER = dense_layer(32, 48, 4, 2, 8, 1e-6)
+TARGET = ModelConfig("llama", 64, (LAYER,) * 8, 256, tie_embeddings=False)
 PLAN = StagePlan((2, 2, 2, 2), 2, "separate", (0, 2, 6, 8))
-CONFIG = HeadConfig(LAYER, RopeConfig(), 2, PLAN.anchors, 64, draft_ids=(3, 9, 40))
+CONFIG = HeadConfig(LAYER, 2, PLAN.anchors, 64, draft_ids=(3, 9, 40))
 
 
 def tensors_of(target: Decoder) -> dict[str, np.ndarray]:
@@ -154,7 +161,7 @@ def test_head_of_the_targets_rows_has_none_of_its_own(target: Decoder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layer": dataclasses.replace(LAYER, qk_norm=True)}, "cannot be copied from target layers"),
+        ({"layer": LAYER.with_attention(qk_norm=True)}, "cannot be copied from target layers"),
         ({"num_layers": 9}, "9 draft layers cannot be copied from 8 target layers"),
         ({"vocab_size": 60}, "vocabulary has 60 tokens, the target's 64"),
         ({"anchors": (0, 9)}, "anchor 9 is beyond the last hidden state index 8"),
@@ -166,7 +173,25 @@ def test_a_head_of_another_target_cannot_start_from_this(target: Decoder, change
 
 
 def test_draft_layer_is_the_targets_dense_layer():
-    assert draft_layer_config(LAYER) == LAYER
+    assert draft_layer_config(TARGET) == LAYER
+
+
+def test_draft_layer_has_no_window():
+    """The last layer that attends to everything; where all have a window, the last one without it."""
+    near, far = LAYER.with_attention(window=4, rope=RopeConfig(theta=1e3)), LAYER.with_attention(qk_norm=True)
+    mixed = dataclasses.replace(TARGET, layers=(LAYER, near, far, near))
+    assert draft_layer_config(mixed) == far
+    assert draft_layer_config(dataclasses.replace(TARGET, layers=(near,) * 3)) == near.with_attention(window=None)
+
+
+def test_layers_with_the_same_parameters_are_copied():
+    """A window and a rotary base are no parameters; a norm of the heads is."""
+    near, other = LAYER.with_attention(window=4), LAYER.with_attention(qk_norm=True)
+    target = dataclasses.replace(TARGET, layers=(LAYER, near, other, LAYER, other, near, other, other))
+    assert copied_layers(CONFIG, target) == (3, 5)
+    assert copied_layers(CONFIG, target, first_layer=1) == (1, 3)
+    with pytest.raises(ValueError, match="2 layers can be copied from layer 0 to 3 on, found 4"):
+        copied_layers(CONFIG, target, first_layer=4)
 
 
 # Positions: the head's own rotary embedding (E01, E06)
@@ -176,9 +201,10 @@ def test_draft_uses_its_own_rope(target: Decoder):
     """Target and head with different bases: each rotates by its own table."""
 
     def draft_logits(head_rope: RopeConfig, target_rope: RopeConfig) -> np.ndarray:
-        config = dataclasses.replace(TARGET, rope=target_rope)
+        config = dataclasses.replace(TARGET, layers=(LAYER.with_attention(rope=target_rope),) * TARGET.num_layers)
         changed = Decoder(config, rngs=nnx.Rngs(0))
-        head = head_from_target(dataclasses.replace(CONFIG, rope=head_rope, anchors=(0,)), config, tensors_of(target))
+        own = dataclasses.replace(CONFIG, layer=LAYER.with_attention(rope=head_rope), anchors=(0,))
+        head = head_from_target(own, config, tensors_of(target))
         plan = dataclasses.replace(PLAN, anchors=(0,))  # embeddings only: the target's rope cannot reach the features
         decoder = NaiveDecoder(changed, plan, head, length=16)
         return decoder.generate([5, 6, 7, 8, 9], max_new_tokens=2).draft_logits[0]
@@ -186,7 +212,7 @@ def test_draft_uses_its_own_rope(target: Decoder):
     own, scaled = RopeConfig(theta=1e4), RopeConfig(kind="llama3", factor=8.0, original_max_position=4)
     np.testing.assert_array_equal(draft_logits(own, RopeConfig(theta=1e6)), draft_logits(own, own))
     assert np.abs(draft_logits(scaled, own) - draft_logits(own, own)).max() > 1e-6
-    tables = [rope_table(rope, 8, jnp.asarray([[3]])) for rope in (own, RopeConfig(theta=1e6))]
+    tables = [rope_table(AttentionConfig(1, 1, 8, rope), jnp.asarray([[3]])) for rope in (own, RopeConfig(theta=1e6))]
     assert not np.array_equal(tables[0].cos, tables[1].cos)
 
 
@@ -197,7 +223,7 @@ class Marked(DecoderLayer):
     """Adds 100 k: whoever captures a state can say after which layer."""
 
     def __init__(self, number: int):
-        self.number = number
+        self.number, self.config = number, LAYER
 
     def __call__(self, x_BTD: jnp.ndarray, rope: Any, attend: Callable[..., Any]) -> tuple[jnp.ndarray, None]:
         return x_BTD + jnp.float32(100 * self.number), None

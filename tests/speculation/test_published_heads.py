@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from spd_jax.config.model import LayerConfig, ModelConfig, RopeConfig
+from spd_jax.config.model import LayerConfig, MlpConfig, ModelConfig, RopeConfig
 from spd_jax.plan import StagePlan
 from spd_jax.speculation.checkpoint import named_tensors
 from spd_jax.speculation.module import HeadConfig, SpeculationModule
@@ -29,6 +29,7 @@ from spd_jax.speculation.published import (
     to_published,
 )
 from spd_jax.speculation.torch_file import read_torch_file, write_torch_file
+from spd_jax.testing.weights import dense_layer
 from spd_jax.weights.load import open_target
 from tests.fixtures import DATA
 from tests.heads import random_module
@@ -40,6 +41,11 @@ OTHERS = json.loads((DATA / "published_heads.json").read_text())
 @functools.cache
 def target() -> ModelConfig:
     return open_target(DATA / "tiny_llama" / "target").config
+
+
+def with_layer(layer: LayerConfig) -> ModelConfig:
+    """The target with other layers."""
+    return dataclasses.replace(target(), layers=(layer,) * target().num_layers)
 
 
 @functools.cache
@@ -60,7 +66,7 @@ def export(head: ImportedHead, **changes: Any) -> PublishedHead:
 def own_head(plan: StagePlan | None = None, **changes: Any) -> ImportedHead:
     """A random head that was not imported."""
     plan = plan or StagePlan((4, 4), 1, "separate", (0, 4))
-    fields: dict[str, Any] = {"layer": published_layer(target()), "rope": target().rope, "anchors": plan.anchors}
+    fields: dict[str, Any] = {"layer": published_layer(target()), "anchors": plan.anchors}
     fields |= {"num_layers": plan.num_draft_layers, "vocab_size": target().vocab_size} | changes
     return ImportedHead(random_module(HeadConfig(**fields)), plan, {})
 
@@ -80,15 +86,15 @@ def assert_same_module(one: SpeculationModule, other: SpeculationModule) -> None
 def test_config_becomes_head_and_plan():
     head = imported().module.config
     assert imported().plan == StagePlan((2, 2, 2, 2), 2, "separate", (0, 2, 4, 6, 7))
-    assert head.layer == dataclasses.replace(target().layer, qk_norm=True)  # Qwen3's layer on a llama target
-    assert head.rope == target().rope  # E01: the target's, with its scaling
+    assert head.layer == target().layers[0].with_attention(qk_norm=True)  # Qwen3's layer on a llama target
+    assert head.layer.attention.rope == target().layers[0].attention.rope  # E01: the target's, with its scaling
     assert head.draft_ids == tuple(published().config["draft_token_ids"])
     assert (head.num_layers, head.vocab_size, head.lm_head) == (2, 260, "own")
 
 
 def test_every_tensor_has_its_place():
     tensors, values = published().tensors, named_tensors(imported().module)
-    size, group = target().layer.head_dim, 2
+    size, group = target().layers[0].attention.head_dim, 2
     q, k, v = (tensors[f"spec_layers.1.self_attn.{name}_proj.weight"].reshape(-1, size, 64) for name in "qkv")
     blocks = np.asarray(values["layers.1.attention.qkv.weight"]).reshape(2, group + 2, size, 64)
     for head in range(2):
@@ -159,7 +165,7 @@ def test_import_export_import_is_bit_exact(tmp_path: Path, dtype: Any):
 
 def test_a_head_made_here_is_written_as_the_release_would():
     """Biases where the target has them, all token ids, one draft layer; A09: with an anchor at L."""
-    biased = dataclasses.replace(target(), layer=dataclasses.replace(target().layer, qkv_bias=True, output_bias=True))
+    biased = with_layer(target().layers[0].with_attention(qkv_bias=True, output_bias=True))
     head = own_head(StagePlan((4, 4), 1, "beside", (0, 4, 8)), layer=published_layer(biased))
     made = to_published(head.module, head.plan, biased, target_name="org/tiny", origin="head")
     assert made.config == {
@@ -196,10 +202,13 @@ def test_a_borrowed_lm_head_is_written_out():
     [
         (lambda: own_head(StagePlan((5, 3), 1, "beside", (0, 5))), r"stages have \[5, 3\] layers.*cuts evenly"),
         (
-            lambda: own_head(layer=target().layer),
-            r"draft layers have qk_norm False, the published code builds them.*True",
+            lambda: own_head(layer=target().layers[0]),
+            r"draft layers have attention.qk_norm False, the published code builds them.*True",
         ),
-        (lambda: own_head(rope=RopeConfig(theta=5e4)), "rotary embeddings are the head's own"),  # E06
+        (
+            lambda: own_head(layer=published_layer(target()).with_attention(rope=RopeConfig(theta=5e4))),
+            "rotary embeddings are the head's own",
+        ),  # E06
         (lambda: own_head(lm_head="target"), "borrows the target's rows"),
         (lambda: own_head(StagePlan((8,), 1, "separate", (0, 4, 7))), "num_aggr_types is 3.*at most 2"),
         (lambda: own_head(vocab_size=300), "vocab_size is 300, the target's is 260"),
@@ -337,15 +346,15 @@ def test_a_type_that_no_depth_maps_to_is_kept():
 
 def test_a_head_for_another_target():
     """C09: sizes that the file tells; it does not hold the number of layers, but the cut must be even."""
-    layer = dataclasses.replace(target().layer, hidden_size=96)
-    wider = dataclasses.replace(target(), layer=layer, vocab_size=999, num_layers=6)
+    layer = dataclasses.replace(target().layers[0], hidden_size=96)
+    wider = dataclasses.replace(target(), layers=(layer,) * 6, vocab_size=999)
     with pytest.raises(ValueError, match="hidden_size is 64, the target's is 96") as caught:
         from_published(published(), wider)
     assert "vocab_size is 260, the target's is 999" in str(caught.value)
     assert "does not cut the target's 6 layers evenly" in str(caught.value)
     assert "anchor 7 is beyond the last hidden state index 6" in str(caught.value)
     assert "shape" not in str(caught.value)  # every tensor would be wrong, which says no more
-    thicker = dataclasses.replace(target(), layer=dataclasses.replace(target().layer, intermediate_size=192))
+    thicker = with_layer(dataclasses.replace(target().layers[0], mlp=MlpConfig(192)))
     with pytest.raises(ValueError, match=r"mlp.gate_proj.weight has shape \[176, 64\], expected \[192, 64\]"):
         from_published(published(), thicker)
 
@@ -359,8 +368,8 @@ def other(name: str) -> PublishedHead:
 
 
 def family(name: str) -> ModelConfig:
-    layer = LayerConfig(64, 176, 4, 2, 16, 1e-6)
-    return ModelConfig(name, 260, 8, layer, RopeConfig(), 512, tie_embeddings=False)
+    layer = dense_layer(64, 176, 4, 2, 16, 1e-6)
+    return ModelConfig(name, 260, (layer,) * 8, 512, tie_embeddings=False)
 
 
 def test_gated_draft_layers_of_qwen3_5_are_named():

@@ -11,21 +11,22 @@ import pytest
 from flax import nnx
 from scipy import stats
 
-from spd_jax.config.model import LayerConfig, ModelConfig, RopeConfig
+from spd_jax.config.model import LayerConfig, ModelConfig
 from spd_jax.evaluation.metrics import expected_cycles
 from spd_jax.models.decoder import Decoder
 from spd_jax.plan import StagePlan, make_plan
 from spd_jax.speculation.module import HeadConfig, SpeculationModule
 from spd_jax.testing.naive import CycleInput, Draft, Filters, NaiveDecoder, NaiveResult, ScriptedDraft, probabilities
+from spd_jax.testing.weights import dense_layer
 from tests.fixtures import Fixture, load_fixture
 
-LAYER = LayerConfig(32, 48, 4, 2, 8, 1e-6)
+LAYER = dense_layer(32, 48, 4, 2, 8, 1e-6)
 P5 = [5, 6, 7, 8, 9]
 
 
 def make_target(num_layers: int = 8, vocab_size: int = 64, layer: LayerConfig = LAYER, scale: float = 10.0) -> Decoder:
     """A random target; at the default scale its greedy text has many distinct tokens."""
-    config = ModelConfig("llama", vocab_size, num_layers, layer, RopeConfig(), 256, tie_embeddings=False)
+    config = ModelConfig("llama", vocab_size, (layer,) * num_layers, 256, tie_embeddings=False)
     target = Decoder(config, rngs=nnx.Rngs(0))
     state = nnx.state(target)
     scaled = [(path, param.replace(param[...] * scale)) for path, param in nnx.to_flat_state(state)]
@@ -171,7 +172,7 @@ def test_what_cannot_be_decoded_is_refused(target: Decoder):
 
 
 def make_head(target: Decoder, plan: StagePlan, **changes: Any) -> SpeculationModule:
-    values: dict[str, Any] = {"layer": target.config.layer, "rope": target.config.rope, "anchors": plan.anchors}
+    values: dict[str, Any] = {"layer": target.config.layers[0], "anchors": plan.anchors}
     values |= {"num_layers": plan.num_draft_layers, "vocab_size": target.config.vocab_size, **changes}
     return SpeculationModule(HeadConfig(**values), rngs=nnx.Rngs(7))
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spd_jax.config.model import MlpConfig
 from spd_jax.models.decoder import Decoder
 from spd_jax.plan import StagePlan
 from spd_jax.speculation.module import SpeculationModule
@@ -24,6 +25,11 @@ from tests.decode.engine import LAYER, random_head, target, weights
 from tests.training.passes import PLAN, frozen, logits_of, tiny_head, whole_rows
 
 LENGTH, TOKENS, CYCLES = 32, 16, 40
+OWN_LAYER = dataclasses.replace(
+    LAYER.with_attention(qk_norm=True, qkv_bias=True, gated=True, score_cap=1.5, scale=0.8),
+    mlp=MlpConfig(24, bias=True),
+    post_norms=True,
+)  # what the target's layers are not
 
 
 @dataclasses.dataclass
@@ -93,7 +99,10 @@ HEADS: dict[str, tuple[StagePlan, dict[str, Any]]] = {
     "uneven stages": (UNEVEN, {}),
     "inside stages": (StagePlan((1, 3, 2, 2), 2, "separate", (0, 1, 3, 5, 7)), {"draft_ids": (0, 3, 4, 9, 17, 31, 60)}),
     "the target's rows": (PLAN, {"lm_head": "target", "draft_ids": (0, 3, 4, 9, 17, 18, 30, 41, 44, 58, 60)}),
-    "its own layers": (PLAN, {"layer": dataclasses.replace(LAYER, qk_norm=True, qkv_bias=True, mlp_bias=True)}),
+    "its own layers": (
+        PLAN,
+        {"layer": OWN_LAYER},
+    ),
 }
 
 

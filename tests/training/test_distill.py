@@ -175,7 +175,7 @@ def test_layers_are_copied_from_where_one_says(target: Path):
     assert list(tensors) == weights.paths()
     assert len(tensors) == len(weights.paths())
     config = weights.config
-    head = HeadConfig(draft_layer_config(config.layer), config.rope, 1, (0, 2), config.vocab_size)
+    head = HeadConfig(draft_layer_config(config), 1, (0, 2), config.vocab_size)
     for first, wanted in ((None, 7), (0, 0), (3, 3)):
         module = head_from_target(head, config, tensors, first_layer=first)
         found = np.asarray(module.layers[0].mlp.down.weight[...])

@@ -107,7 +107,7 @@ def test_llama3_scaling_is_read_from_the_table_of_divisors(tmp_path: Path):
     unscaled = 10000.0 ** -(np.arange(0, 32, 2) / 32)
     divisors = unscaled / model.model.rotary_emb.inv_freq.numpy()
     write_gguf(tmp_path / "model.gguf", model, extra={"rope_freqs.weight": divisors})
-    rope = open_target(tmp_path / "model.gguf").config.rope
+    rope = open_target(tmp_path / "model.gguf").config.layers[0].attention.rope
     assert (rope.kind, rope.low_freq_factor) == ("llama3", 1.0)
     assert rope.factor == pytest.approx(8.0, rel=1e-5)
     assert rope.original_max_position == pytest.approx(64, abs=1)
@@ -140,7 +140,7 @@ def test_linear_and_yarn_scalings_are_read_from_the_metadata(tmp_path: Path):
     """E03: yarn with its attention factor."""
     prefix = "llama.rope.scaling."
     write_gguf(tmp_path / "a.gguf", random_llama(), fields={prefix + "type": "linear", prefix + "factor": 4.0})
-    assert open_target(tmp_path / "a.gguf").config.rope == RopeConfig(kind="linear", factor=4.0)
+    assert open_target(tmp_path / "a.gguf").config.layers[0].attention.rope == RopeConfig(kind="linear", factor=4.0)
     yarn = {prefix + "type": "yarn", prefix + "factor": 4.0, prefix + "original_context_length": 32}
     model = random_llama(
         rope_parameters={
@@ -151,7 +151,7 @@ def test_linear_and_yarn_scalings_are_read_from_the_metadata(tmp_path: Path):
         }
     )
     write_gguf(tmp_path / "b.gguf", model, fields=yarn)
-    rope = open_target(tmp_path / "b.gguf").config.rope
+    rope = open_target(tmp_path / "b.gguf").config.layers[0].attention.rope
     assert rope.attention_factor == pytest.approx(0.1 * math.log(4.0) + 1.0)
     ids = random_ids(60)
     np.testing.assert_allclose(logits(tmp_path / "b.gguf", ids), logits_of(model, ids), atol=1e-4)
@@ -286,6 +286,6 @@ def test_the_same_model_in_both_formats_has_the_same_numbers(tmp_path: Path):
     model = save_llama(tmp_path / "folder", attention_bias=True, mlp_bias=True)
     write_gguf(tmp_path / "model.gguf", model)
     folder, file = open_target(tmp_path / "folder"), open_target(tmp_path / "model.gguf")
-    assert file.config.layer == folder.config.layer
+    assert file.config.layers == folder.config.layers
     for name in folder.paths():
         np.testing.assert_array_equal(file.tensor(name), folder.tensor(name), err_msg=name)

@@ -1,0 +1,125 @@
+"""Layers of other kinds than plain attention, and several in one pipeline: the text is still the target's own.
+
+Gated delta nets between attention (Qwen3.5), windows and capped scores (Gemma, Mistral), in stages that differ.
+"""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spd_jax.config.model import DeltaNetConfig, LayerConfig, ModelConfig, NormConfig, RopeConfig
+from spd_jax.decode.autoregressive import AutoregressiveDecoder
+from spd_jax.decode.loop import PipelineDecoder
+from spd_jax.decode.options import Options
+from spd_jax.plan import StagePlan, default_anchors
+from spd_jax.testing.weights import RandomWeights
+from spd_jax.weights.load import load_decoder
+from tests.decode.engine import (
+    BATCH,
+    CHUNK,
+    CYCLES,
+    LAYER,
+    OWN,
+    assert_cycles_exact,
+    in_batches,
+    make_pipeline,
+    model_config,
+    random_head,
+    random_prompts,
+    script,
+    verdicts,
+)
+from tests.tiny import decoder_logits
+
+TOKENS = 20
+PROMPTS = random_prompts(BATCH * 2, longest=11)  # some shorter than a convolution, some longer than a window
+SCRIPTS = {"oracle": "1", "anti": "0", "mixed": "1101", "mostly wrong": "0010011"}
+
+GATED = dataclasses.replace(
+    LAYER.with_attention(gated=True, qk_norm=True, rope=RopeConfig(partial_rotary_factor=0.5)),
+    norm=NormConfig(1e-6, zero_centred=True),
+)
+LINEAR = dataclasses.replace(GATED, mixer=DeltaNetConfig(2, 4, 4, 6, 3))
+FAR = dataclasses.replace(
+    LAYER.with_attention(score_cap=3.0, scale=0.6), norm=NormConfig(1e-6, zero_centred=True), post_norms=True
+)
+NEAR = FAR.with_attention(window=5, rope=RopeConfig(theta=100.0))
+
+KINDS: dict[str, tuple[LayerConfig, ...]] = {
+    "delta nets": (LINEAR, LINEAR, LINEAR, GATED) * 2,
+    "windows": (NEAR, FAR) * 4,
+}
+SEEDS = {"delta nets": 0, "windows": 5}  # weights whose greedy text keeps changing
+CASES = [
+    ("delta nets", (2, 2, 2, 2), "separate"),
+    ("delta nets", (1, 4, 3), "beside"),
+    ("windows", (3, 5), "beside"),
+    pytest.param("delta nets", (3, 5), "separate", marks=pytest.mark.slow),
+    pytest.param("delta nets", (1,) * 8, "beside", marks=pytest.mark.slow),
+    pytest.param("delta nets", (8,), "beside", marks=pytest.mark.slow),
+    pytest.param("windows", (2, 2, 1, 3), "separate", marks=pytest.mark.slow),
+]
+
+
+@functools.cache
+def weights(kind: str) -> RandomWeights:
+    changes = {"layers": KINDS[kind], "tie_embeddings": True}
+    changes |= {"embedding_scale": 2.0, "logit_cap": 8.0} if kind == "windows" else {}
+    config: ModelConfig = model_config(8, **changes)
+    return RandomWeights(config, SEEDS[kind])
+
+
+@functools.cache
+def reference(kind: str) -> list[list[int]]:
+    """The target's own greedy text for every prompt, token by token on one device."""
+    decoder = AutoregressiveDecoder(load_decoder(weights(kind)), steps_per_dispatch=CYCLES, prefill_chunk=CHUNK)
+    return [result.ids for result in in_batches(decoder, PROMPTS, {"max_new_tokens": TOKENS})]
+
+
+@functools.cache
+def pipeline(kind: str, stage_layers: tuple[int, ...], layout: str) -> PipelineDecoder:
+    plan = StagePlan(stage_layers, 2, layout, (0,))
+    plan = dataclasses.replace(plan, anchors=default_anchors(plan.boundaries))
+    return make_pipeline(weights(kind), random_head(weights(kind).config, plan), plan)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reference_text_says_something(kind: str):
+    texts = reference(kind)
+    assert min(len(set(text)) for text in texts) >= 5
+    assert len({token for text in texts for token in text}) > 25
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_by_token_is_the_whole_sequence(kind: str):
+    """The reference itself: every token is the likeliest one after a forward pass over all before it."""
+    model = load_decoder(weights(kind), jnp.float32)
+    for prompt, text in zip(PROMPTS[3:6], reference(kind)[3:6], strict=True):
+        logits = decoder_logits(model, np.asarray([prompt + text]))[0]
+        assert logits[len(prompt) - 1 : -1].argmax(axis=-1).tolist() == text
+
+
+@pytest.mark.parametrize(("kind", "stage_layers", "layout"), CASES)
+def test_text_and_cycles_are_exact(kind: str, stage_layers: tuple[int, ...], layout: str):
+    """Batches of prompts of different lengths, every script of right and wrong drafts and the head's own."""
+    decoder, texts = pipeline(kind, stage_layers, layout), reference(kind)
+    stages = len(stage_layers)
+    for bits in SCRIPTS.values():
+        forced = [script(bits, text) for text in texts]
+        results = in_batches(decoder, PROMPTS, {"max_new_tokens": TOKENS, "forced_drafts": forced})
+        for result, text in zip(results, texts, strict=True):
+            assert result.ids == text
+            assert_cycles_exact(result, stages)
+            if stages > 1:
+                assert verdicts(result)[1:] == [bits[i % len(bits)] == "1" for i in range(TOKENS - 1)]
+    own = in_batches(decoder, PROMPTS, {"max_new_tokens": TOKENS, "forced_drafts": [OWN] * len(PROMPTS)})
+    assert [result.ids for result in own] == texts
+
+
+def test_a_batch_of_one_is_the_batch_of_four():
+    text = reference("delta nets")[6]
+    options = Options(max_new_tokens=TOKENS, forced_drafts=[script("110", text)])
+    assert pipeline("delta nets", (1, 4, 3), "beside").generate(PROMPTS[6:7], options).results[0].ids == text
