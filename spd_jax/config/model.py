@@ -121,6 +121,26 @@ class MlpConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts, `top_k` of `num_experts` a position.
+
+    `normalise` makes the weights of the chosen ones sum to 1. `shared_intermediate_size` is that of a further expert
+    which every position runs, behind a gate of its own (None: there is none).
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    activation: str = "silu"
+    normalise: bool = True
+    shared_intermediate_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(f"num_experts_per_tok is {self.top_k}, expected 1 to num_experts {self.num_experts}")
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerConfig:
     """Everything that fixes the parameters and the arithmetic of one decoder layer.
 
@@ -131,7 +151,7 @@ class LayerConfig:
     hidden_size: int
     norm: NormConfig
     mixer: Mixer
-    mlp: MlpConfig
+    mlp: MlpConfig | ExpertsConfig
     post_norms: bool = False
 
     @property
@@ -156,7 +176,8 @@ class ModelConfig:
 
     `vocab_size` is the number of embedding rows; `max_position` the number of positions the model was made for;
     `eos_token_ids` every id that ends a generation (may be empty). Embeddings are multiplied by `embedding_scale`;
-    `logit_cap` c makes c tanh(z / c) of a logit z.
+    `logit_cap` c makes c tanh(z / c) of a logit z. `dense_size` is the width of the MLP that a dense layer would have,
+    where the description of a model without dense layers gives one.
     """
 
     family: str
@@ -169,6 +190,7 @@ class ModelConfig:
     pad_token_id: int | None = None
     embedding_scale: float = 1.0
     logit_cap: float | None = None
+    dense_size: int | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -205,5 +227,5 @@ def facts(config: Any) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return {"kind": type(value).__name__, **facts(value)}
+        return {"class": type(value).__name__, **facts(value)}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value

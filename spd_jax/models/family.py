@@ -8,13 +8,13 @@ This module knows no file format: it sees tensors through `TensorSource`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
 
-from spd_jax.config.model import AttentionConfig, DeltaNetConfig, LayerConfig, ModelConfig
+from spd_jax.config.model import AttentionConfig, DeltaNetConfig, ExpertsConfig, LayerConfig, MlpConfig, ModelConfig
 
 Shape = tuple[int, ...]
 
@@ -60,11 +60,22 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """One canonical tensor: its shape and the parts that `combine` joins."""
+    """One canonical tensor: its shape and the parts that `combine` joins.
+
+    `otherwise` is for files that hold the tensor in another way.
+    """
 
     shape: Shape
     parts: tuple[Part, ...]
     combine: Callable[[Sequence[np.ndarray]], np.ndarray]
+    otherwise: Recipe | None = None
+
+    def suiting(self, keys: Container[str]) -> Recipe:
+        """This recipe, or the other one where only its parts are among a file's keys."""
+        other = self.otherwise
+        if other is None or any(part.key in keys for part in self.parts):
+            return self
+        return other if any(part.key in keys for part in other.parts) else self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +184,17 @@ def stacked_rows(parts: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(promoted(parts), axis=0)
 
 
+def piled(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Parts of one shape on a new first axis."""
+    return np.stack(promoted(parts))
+
+
+def piled_pairs(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Gate and up of one expert after the other: `[E, 2 F, D]`."""
+    pairs = promoted(parts)
+    return np.stack([np.concatenate(pairs[i : i + 2]) for i in range(0, len(pairs), 2)])
+
+
 def grouped_qkv(num_kv_heads: int) -> Callable[[Sequence[np.ndarray]], np.ndarray]:
     """Rows of query, key and value `[N*H | K*H | K*H, ...]` regrouped by key-value head.
 
@@ -236,12 +258,9 @@ def layer_shapes(layer: LayerConfig) -> dict[str, Shape]:
         shapes |= {f"delta.{name}": shape for name, shape in _delta_shapes(mixer, size).items()}
     if layer.post_norms:
         shapes["mixer_post_norm.weight"] = (size,)
-    shapes["mlp_norm.weight"], inner = (size,), mlp.intermediate_size
-    shapes["mlp.gate_up.weight"] = (2 * inner, size)
-    shapes["mlp.down.weight"] = (size, inner)
-    if mlp.bias:
-        shapes["mlp.gate_up.bias"] = (2 * inner,)
-        shapes["mlp.down.bias"] = (size,)
+    shapes["mlp_norm.weight"] = (size,)
+    made = _mlp_shapes(mlp, size) if isinstance(mlp, MlpConfig) else _experts_shapes(mlp, size)
+    shapes |= {f"mlp.{name}": shape for name, shape in made.items()}
     if layer.post_norms:
         shapes["mlp_post_norm.weight"] = (size,)
     return shapes
@@ -261,6 +280,22 @@ def _attention_shapes(attention: AttentionConfig, size: int) -> dict[str, Shape]
     return shapes
 
 
+def _mlp_shapes(mlp: MlpConfig, size: int) -> dict[str, Shape]:
+    inner = mlp.intermediate_size
+    shapes: dict[str, Shape] = {"gate_up.weight": (2 * inner, size), "down.weight": (size, inner)}
+    return shapes | ({"gate_up.bias": (2 * inner,), "down.bias": (size,)} if mlp.bias else {})
+
+
+def _experts_shapes(experts: ExpertsConfig, size: int) -> dict[str, Shape]:
+    count, inner = experts.num_experts, experts.intermediate_size
+    shapes: dict[str, Shape] = {"router.weight": (count, size)}
+    shapes |= {"gate_up": (count, 2 * inner, size), "down": (count, size, inner)}
+    if experts.shared_intermediate_size:
+        shared = _mlp_shapes(MlpConfig(experts.shared_intermediate_size), size)
+        shapes |= {f"shared.{name}": shape for name, shape in shared.items()} | {"shared_gate.weight": (1, size)}
+    return shapes
+
+
 def _delta_shapes(delta: DeltaNetConfig, size: int) -> dict[str, Shape]:
     heads, values = delta.num_value_heads, delta.num_value_heads * delta.value_dim
     return {
@@ -274,7 +309,7 @@ def _delta_shapes(delta: DeltaNetConfig, size: int) -> dict[str, Shape]:
 
 
 def dense_recipes(config: ModelConfig, names: KeyNames, *, rope_permuted: bool = False) -> dict[str, Recipe]:
-    """Recipes for every parameter of a decoder but those of gated delta nets, keyed by canonical path.
+    """Recipes for every parameter of a decoder but those of gated delta nets and experts, keyed by canonical path.
 
     `rope_permuted` says that the file holds query and key rows in llama.cpp's interleaved order.
     """
@@ -298,10 +333,12 @@ def dense_recipes(config: ModelConfig, names: KeyNames, *, rope_permuted: bool =
             recipes[path] = Recipe(shape, (Part(f"{names.final_norm}.weight", shape),), only_part)
             continue
         _, index, rest = path.split(".", 2)
-        if rest.startswith("delta."):  # the family's own business
+        layer = config.layers[int(index)]
+        sparse = rest.startswith("mlp.") and isinstance(layer.mlp, ExpertsConfig)
+        if rest.startswith("delta.") or sparse:  # the family's own business
             continue
         module, leaf = rest.rsplit(".", 1)
-        layer, prefix, tail = config.layers[int(index)], names.layer.format(index=index), shape[1:]
+        prefix, tail = names.layer.format(index=index), shape[1:]
         if module == "attention.qkv":
             attention = layer.attention
             query, key = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
@@ -316,7 +353,7 @@ def dense_recipes(config: ModelConfig, names: KeyNames, *, rope_permuted: bool =
             )
             recipes[path] = Recipe(shape, parts, grouped_qkv(attention.num_kv_heads))
         elif module == "mlp.gate_up":
-            half = (layer.mlp.intermediate_size, *tail)
+            half = (shape[0] // 2, *tail)
             parts = (Part(f"{prefix}{names.gate}.{leaf}", half), Part(f"{prefix}{names.up}.{leaf}", half))
             recipes[path] = Recipe(shape, parts, stacked_rows)
         else:

@@ -94,6 +94,14 @@ class FieldReader:
         if value is not None and value not in (supported, *others):
             self.problems.append(f"{name} is {value!r}, supported: {supported!r} or absent")
 
+    def layer_indices(self, name: str, num_layers: int) -> frozenset[int]:
+        """Indices of layers, as a list or null."""
+        value = self.fields.get(name) or []
+        if not isinstance(value, list) or any(type(i) is not int or not 0 <= i < num_layers for i in value):
+            self.problems.append(f"{name} is {value!r}, expected a list of layers from 0 to {num_layers - 1}")
+            return frozenset()
+        return frozenset(value)
+
     def token_id(self, name: str) -> int | None:
         """A token id, or None when absent or null."""
         ids = self.token_ids(name)

@@ -8,8 +8,9 @@ from spd_jax.models.llama import LLAMA
 from spd_jax.models.mistral import MISTRAL
 from spd_jax.models.qwen import QWEN2, QWEN3
 from spd_jax.models.qwen3_5 import QWEN3_5
+from spd_jax.models.qwen_moe import QWEN3_5_MOE, QWEN3_MOE
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_5, MISTRAL, GEMMA2, GEMMA3)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE, MISTRAL, GEMMA2, GEMMA3)
 
 
 def family_of(model_type: object, origin: str) -> Family:

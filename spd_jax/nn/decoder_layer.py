@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from spd_jax.config.model import AttentionConfig, LayerConfig
+from spd_jax.config.model import AttentionConfig, LayerConfig, MlpConfig
 from spd_jax.nn.deltanet import GatedDeltaNet, Recurrence
+from spd_jax.nn.experts import Experts
 from spd_jax.nn.layers import MLP, Attend, Attention, RMSNorm
 from spd_jax.nn.rope import RopeTable
 
@@ -36,7 +37,8 @@ class DecoderLayer(nnx.Module):
         self.delta = None if attends else GatedDeltaNet(mixer, size, config.norm, **made)
         self.mixer_post_norm = norm() if config.post_norms else None
         self.mlp_norm = norm()
-        self.mlp = MLP(config.mlp, size, dtype=dtype, rngs=rngs)
+        mlp = config.mlp
+        self.mlp = MLP(mlp, size, **made) if isinstance(mlp, MlpConfig) else Experts(mlp, size, **made)
         self.mlp_post_norm = norm() if config.post_norms else None
 
     def __call__(

@@ -176,12 +176,12 @@ def describe_type(kind: Any) -> str:
 
 
 def as_tree(config: Any) -> dict[str, Any]:
-    """Every field of a config; a config that is a field names its `kind`, since there may be several."""
+    """Every field of a config; a config that is a field names its `class`, since there may be several."""
     tree = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         inner = dataclasses.is_dataclass(value)
-        tree[field.name] = {"kind": type(value).__name__, **as_tree(value)} if inner else value
+        tree[field.name] = {"class": type(value).__name__, **as_tree(value)} if inner else value
     return tree
 
 
@@ -194,8 +194,8 @@ def _dataclass(where: str, cls: type[T], values: Mapping[str, Any]) -> T:
         if choices[name]:
             inner, found = f"{where}.{name}", dict(section[name])
             chosen = {choice.__name__: choice for choice in choices[name]}
-            if (given := found.pop("kind", None)) not in chosen:
-                raise ValueError(f"{inner}.kind is {given!r}, expected one of {sorted(chosen)}")
+            if (given := found.pop("class", None)) not in chosen:
+                raise ValueError(f"{inner}.class is {given!r}, expected one of {sorted(chosen)}")
             section[name] = _dataclass(inner, chosen[given], found)
         elif kind in (float, float | None) and section[name] is not None:
             section[name] = float(section[name])  # JSON may write 10000 for 10000.0

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from spd_jax.config.model import AttentionConfig, LayerConfig, ModelConfig
+from spd_jax.config.model import AttentionConfig, ExpertsConfig, LayerConfig, MlpConfig, ModelConfig
 from spd_jax.models.family import layer_shapes
 from spd_jax.nn.decoder_layer import DecoderLayer
 from spd_jax.nn.layers import Linear
@@ -72,11 +72,23 @@ class HeadConfig:
 
 
 def draft_layer_config(target: ModelConfig) -> LayerConfig:
-    """The draft layer of a target: its last layer that attends to everything, or its last one without its window."""
-    for layer in reversed(target.layers):
-        if isinstance(layer.mixer, AttentionConfig) and layer.mixer.window is None:
-            return layer
-    return target.layers[-1].with_attention(window=None)
+    """The draft layer of a target: its last layer that attends to everything, or its last attention without its window.
+
+    The MLP is dense: that of a dense layer, or one as wide as what a position runs of the experts.
+
+    Raises:
+        ValueError: the target has no attention.
+    """
+    attends = [layer for layer in target.layers if isinstance(layer.mixer, AttentionConfig)]
+    if not attends:
+        raise ValueError("draft layers attend, and no layer of this target does")
+    layer = next((layer for layer in reversed(attends) if layer.attention.window is None), attends[-1])
+    dense = [other.mlp for other in target.layers if isinstance(other.mlp, MlpConfig)]
+    mlp = layer.mlp
+    if not isinstance(mlp, MlpConfig):
+        width = target.dense_size or mlp.top_k * mlp.intermediate_size + (mlp.shared_intermediate_size or 0)
+        mlp = dense[-1] if dense else MlpConfig(width, mlp.activation)
+    return dataclasses.replace(layer, mlp=mlp).with_attention(window=None)
 
 
 class SpeculationModule(nnx.Module):
@@ -107,13 +119,22 @@ class SpeculationModule(nnx.Module):
 
 def copied_layers(config: HeadConfig, target: ModelConfig, first_layer: int | None = None) -> tuple[int, ...]:
     """The 0-based target layers that a head's draft layers are copies of: of those with the same parameters the last
-    Ls, or the first Ls from `first_layer` on.
+    Ls, or the first Ls from `first_layer` on. Experts count as any MLP: it cannot be copied from them, only begun.
 
     Raises:
         ValueError: the head's layers, vocabulary, depth or anchors cannot be those of this target (both values named).
     """
-    shapes = layer_shapes(config.layer)
-    alike = [index for index, layer in enumerate(target.layers) if layer_shapes(layer) == shapes]
+
+    def shapes(layer: LayerConfig, whole: bool) -> dict[str, tuple[int, ...]]:
+        found = layer_shapes(layer)
+        return {name: shape for name, shape in found.items() if whole or not name.startswith("mlp.")}
+
+    alike = [
+        index
+        for index, layer in enumerate(target.layers)
+        for whole in [isinstance(layer.mlp, MlpConfig)]
+        if shapes(layer, whole) == shapes(config.layer, whole)
+    ]
     if not alike:
         raise ValueError(f"draft layers {config.layer} cannot be copied from target layers {target.layers[-1]}")
     if config.num_layers > len(alike):
@@ -140,8 +161,9 @@ def head_from_target(
 ) -> SpeculationModule:
     """A head made from the target's own weights, without training.
 
-    Draft layers are copies of Ls layers of the target; every projection is the identity on the deepest
-    anchor of its type plus `noise` times a normal; the LM head holds the target head's rows of the draft vocabulary.
+    Draft layers are copies of Ls layers of the target (of layers with experts all but the MLP, which has rows of the
+    experts inside and adds nothing yet); every projection is the identity on the deepest anchor of its type plus
+    `noise` times a normal; the LM head holds the target head's rows of the draft vocabulary.
 
     Args:
         tensors: canonical paths of the target (`layers.{i}....` of the layers copied, and `head` or `embedding`).
@@ -159,7 +181,10 @@ def head_from_target(
             random = np.random.default_rng([seed, kind]).standard_normal(deepest.shape, dtype=np.float32)
             return deepest + np.float32(noise) * random
         if path[0] == "layers":
-            return tensors[".".join(map(str, ("layers", copied[int(path[1])], *path[2:])))]
+            at, name = f"layers.{copied[int(path[1])]}.", ".".join(map(str, path[2:]))
+            if name.startswith("mlp.") and isinstance(target.layers[copied[int(path[1])]].mlp, ExpertsConfig):
+                return _begun(config.layer.mlp, name, tensors, at)
+            return tensors[at + name]
         rows = tensors["embedding" if target.tie_embeddings else "head"]
         return rows if config.draft_ids is None else rows[np.asarray(config.draft_ids)]
 
@@ -169,3 +194,15 @@ def head_from_target(
         (path, nnx.Param(jnp.asarray(np.asarray(value(path), np.float32)))) for path, _ in nnx.to_flat_state(state)
     ]
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+def _begun(mlp: MlpConfig | ExpertsConfig, name: str, tensors: Mapping[str, np.ndarray], at: str) -> np.ndarray:
+    """A parameter of an MLP whose inner features are those of the first experts, and whose output is 0."""
+    assert isinstance(mlp, MlpConfig)
+    experts = np.asarray(tensors[at + "mlp.gate_up"], np.float32)
+    count, both, size = experts.shape
+    if name != "mlp.gate_up.weight":
+        return np.zeros((size, mlp.intermediate_size) if name == "mlp.down.weight" else (2 * mlp.intermediate_size,))
+    halves = experts.reshape(count, 2, both // 2, size).swapaxes(0, 1).reshape(2, -1, size)
+    rows = np.arange(mlp.intermediate_size) % halves.shape[1]
+    return halves[:, rows].reshape(-1, size)

@@ -21,12 +21,14 @@ import numpy as np
 from flax import nnx
 
 from spd_jax.config.import_head import FinalAnchor
-from spd_jax.config.model import LayerConfig, ModelConfig
+from spd_jax.config.model import LayerConfig, MlpConfig, ModelConfig
 from spd_jax.models.family import HUGGING_FACE, Part, Recipe, Shape, dense_recipes, only_part
 from spd_jax.plan import StagePlan
 from spd_jax.speculation.checkpoint import named_tensors
 from spd_jax.speculation.module import HeadConfig, SpeculationModule, draft_layer_config
 from spd_jax.speculation.published_config import (
+    DEFAULTS,
+    MARK,
     REMEMBERED,
     key_problems,
     published_config,
@@ -96,7 +98,8 @@ def from_published(
             problems.append(str(error))
             return None
 
-    layer, length, stages = published_layer(target), target.num_layers, config["num_stages"]
+    layer = published_layer(target, config.get(MARK, DEFAULTS[MARK]))
+    length, stages = target.num_layers, config["num_stages"]
     num_layers, anchors = config["num_spec_layers"], tuple(config["aggr_feature_bound"])
     cut = (length // stages,) * stages if stages >= 1 and length % stages == 0 else (length,)
     plan = made(lambda: StagePlan(cut, num_layers, "separate", anchors))
@@ -107,7 +110,7 @@ def from_published(
     if num_layers > len(published.tensors):  # a number out of a file; no table of that length is made
         problems.append(f"num_spec_layers is {num_layers}, state_dict holds {len(published.tensors)} tensors in all")
     elif config["hidden_size"] == target.hidden_size:  # otherwise every shape would be a problem
-        recipes = _recipes(target, num_layers, len(anchors), config["draft_vocab_size"])
+        recipes = _recipes(target, layer, num_layers, len(anchors), config["draft_vocab_size"])
         problems += _tensor_problems(published, recipes, layer)
     if problems or plan is None or head is None:
         _refuse(origin, problems)
@@ -141,11 +144,16 @@ def to_published(
         ValueError: everything that the published code cannot do: unequal stages, draft layers other than those it
             builds, rotary embeddings other than the target's; and what `from_published` refuses.
     """
-    head, layer = module.config, published_layer(target)
+    head = module.config
+    if remembered is None:
+        remembered = DEFAULTS | {"base_model_path": target_name}
+        if has_no_dense_size(target) and isinstance(head.layer.mlp, MlpConfig):
+            remembered[MARK] = head.layer.mlp.intermediate_size
+    layer = published_layer(target, remembered.get(MARK, DEFAULTS[MARK]))
     problems = [
         f"draft layers have {name} {found}, the published code builds them with {wanted} for this target"
         for name, found, wanted in _differences(head.layer, layer)
-        if not name.startswith("attention.rope.")
+        if not name.startswith("mixer.rope.")
     ]
     if head.layer.attention.rope != layer.attention.rope:
         problems.append("rotary embeddings are the head's own; the published code always takes the target's")
@@ -159,26 +167,36 @@ def to_published(
     if problems:
         _refuse(origin, problems)
     parts: dict[str, np.ndarray] = {}
-    for path, recipe in _recipes(target, head.num_layers, len(head.anchors), head.draft_vocab_size).items():
+    for path, recipe in _recipes(target, layer, head.num_layers, len(head.anchors), head.draft_vocab_size).items():
         pieces = _split(values[path], len(recipe.parts), layer)
         parts |= {part.key: np.ascontiguousarray(piece) for part, piece in zip(recipe.parts, pieces, strict=True)}
     tensors = {name: parts[name] for name in sorted(parts, key=_place)}
-    published = PublishedHead(published_config(head, plan, target_name, remembered), tensors, origin)
+    published = PublishedHead(published_config(head, plan, remembered), tensors, origin)
     from_published(published, target, final_anchor="before_norm")  # what could not be read back is not written
     return published
 
 
-def published_layer(target: ModelConfig) -> LayerConfig:
-    """The draft layer that the published code builds for a target: Qwen3's, with the target's sizes."""
+def has_no_dense_size(target: ModelConfig) -> bool:
+    """Whether nothing says how wide a dense MLP of this target would be."""
+    return target.dense_size is None and not any(isinstance(layer.mlp, MlpConfig) for layer in target.layers)
+
+
+def published_layer(target: ModelConfig, fallback_size: int = DEFAULTS[MARK]) -> LayerConfig:
+    """The draft layer that the published code builds for a target: Qwen3's, with the target's sizes.
+
+    `fallback_size` is the width of the MLP for targets that have no dense one.
+    """
     layer = draft_layer_config(target).with_attention(qk_norm=True)
-    return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, bias=False))
+    assert isinstance(layer.mlp, MlpConfig)
+    size = fallback_size if has_no_dense_size(target) else layer.mlp.intermediate_size
+    return dataclasses.replace(layer, mlp=MlpConfig(size, layer.mlp.activation))
 
 
 def _differences(found: Any, wanted: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Fields in which two configs differ, by their path, with both values."""
     for field in dataclasses.fields(found):
         name, one, other = prefix + field.name, getattr(found, field.name), getattr(wanted, field.name)
-        if dataclasses.is_dataclass(one):
+        if dataclasses.is_dataclass(one) and type(one) is type(other):
             yield from _differences(one, other, f"{name}.")
         elif one != other:
             yield name, one, other
@@ -189,10 +207,12 @@ def _refuse(origin: str, problems: Sequence[str]) -> NoReturn:
     raise ValueError(f"{origin}: cannot be this target's head in the published format:\n  {lines}")
 
 
-def _recipes(target: ModelConfig, num_layers: int, num_types: int, draft_vocab_size: int) -> dict[str, Recipe]:
+def _recipes(
+    target: ModelConfig, layer: LayerConfig, num_layers: int, num_types: int, draft_vocab_size: int
+) -> dict[str, Recipe]:
     """Path in `SpeculationModule` -> the published tensors that it is made of."""
     size = target.hidden_size
-    model = dataclasses.replace(target, layers=(published_layer(target),) * max(num_layers, 1))
+    model = dataclasses.replace(target, layers=(layer,) * max(num_layers, 1))
     recipes = {path: recipe for path, recipe in dense_recipes(model, LAYER_NAMES).items() if path.startswith("layers.")}
     whole = {f"projections.{i}.weight": (f"aggr_projs.{i}.weight", (size, (i + 1) * size)) for i in range(num_types)}
     whole["lm_head"] = ("lm_head.weight", (draft_vocab_size, size))

@@ -119,15 +119,12 @@ def _final_anchor_problem(length: int, marked: bool, said: FinalAnchor | None) -
     )
 
 
-def published_config(
-    head: HeadConfig, plan: StagePlan, target_name: str, remembered: Mapping[str, Any] | None
-) -> dict[str, Any]:
+def published_config(head: HeadConfig, plan: StagePlan, remembered: Mapping[str, Any]) -> dict[str, Any]:
     """The config of a head, its keys in the release's order.
 
     Args:
-        remembered: the `REMEMBERED` keys of an imported head; None takes `DEFAULTS` and `target_name`.
+        remembered: the `REMEMBERED` keys of an imported head, or `DEFAULTS` and a `base_model_path`.
     """
-    given = DEFAULTS | {"base_model_path": target_name} if remembered is None else remembered
     config: dict[str, Any] = {
         "hidden_size": head.layer.hidden_size,
         "vocab_size": head.vocab_size,
@@ -138,7 +135,7 @@ def published_config(
         "version": VERSION,
         "aggr_feature_bound": list(head.anchors),
     }
-    config |= {key: given[key] for key in REMEMBERED if key in given}
+    config |= {key: remembered[key] for key in REMEMBERED if key in remembered}
     if head.draft_ids is not None:
         config["draft_token_ids"] = list(head.draft_ids)
     return {key: config[key] for key in [*REQUIRED, *OPTIONAL] if key in config}

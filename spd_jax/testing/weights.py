@@ -61,7 +61,7 @@ class RandomWeights:
             return np.float32(0.1) * noise
         if path == "embedding":
             return np.float32(0.3) * noise
-        gain = 3.0 if path.endswith(("qkv.weight", "down.weight")) else 1.0
+        gain = 3.0 if path.endswith(("qkv.weight", "down.weight", "mlp.down")) else 1.0
         return noise * np.float32(gain * shape[-1] ** -0.5)
 
 

@@ -58,8 +58,8 @@ class CheckpointWeights:
         self.config = config
         self.origin = source.origin
         self._source = source
-        self._recipes = dict(recipes)
-        problems = table_problems(source, recipes, ignored=ignored, tied=config.tie_embeddings)
+        self._recipes = {path: recipe.suiting(source.shapes) for path, recipe in recipes.items()}
+        problems = table_problems(source, self._recipes, ignored=ignored, tied=config.tie_embeddings)
         if problems:
             raise WeightsError(f"{self.origin}: {len(problems)} problem(s):\n  " + listed(problems, "\n  "))
 

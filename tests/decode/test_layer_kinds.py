@@ -1,6 +1,7 @@
 """Layers of other kinds than plain attention, and several in one pipeline: the text is still the target's own.
 
-Gated delta nets between attention (Qwen3.5), windows and capped scores (Gemma, Mistral), in stages that differ.
+Gated delta nets between attention (Qwen3.5), experts beside dense layers (Qwen3-MoE) and with a shared one
+(Qwen3.5-MoE), windows and capped scores (Gemma, Mistral), in stages that differ.
 """
 
 import dataclasses
@@ -10,7 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spd_jax.config.model import DeltaNetConfig, LayerConfig, ModelConfig, NormConfig, RopeConfig
+from spd_jax.config.model import (
+    DeltaNetConfig,
+    ExpertsConfig,
+    LayerConfig,
+    MlpConfig,
+    ModelConfig,
+    NormConfig,
+    RopeConfig,
+)
 from spd_jax.decode.autoregressive import AutoregressiveDecoder
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Options
@@ -48,15 +57,21 @@ FAR = dataclasses.replace(
 )
 NEAR = FAR.with_attention(window=5, rope=RopeConfig(theta=100.0))
 
+SPARSE = dataclasses.replace(LAYER.with_attention(qk_norm=True), mlp=ExpertsConfig(5, 2, 12))
+SHARED = dataclasses.replace(LINEAR, norm=LAYER.norm, mlp=ExpertsConfig(5, 2, 12, shared_intermediate_size=8))
+DENSE = dataclasses.replace(SPARSE, mlp=MlpConfig(24))
+
 KINDS: dict[str, tuple[LayerConfig, ...]] = {
     "delta nets": (LINEAR, LINEAR, LINEAR, GATED) * 2,
     "windows": (NEAR, FAR) * 4,
+    "experts": (SPARSE, DENSE, SHARED, SPARSE, SHARED, SHARED, SPARSE, DENSE),
 }
-SEEDS = {"delta nets": 0, "windows": 5}  # weights whose greedy text keeps changing
+SEEDS = {"delta nets": 0, "windows": 5, "experts": 6}  # weights whose greedy text keeps changing
 CASES = [
     ("delta nets", (2, 2, 2, 2), "separate"),
     ("delta nets", (1, 4, 3), "beside"),
     ("windows", (3, 5), "beside"),
+    ("experts", (3, 2, 3), "separate"),
     pytest.param("delta nets", (3, 5), "separate", marks=pytest.mark.slow),
     pytest.param("delta nets", (1,) * 8, "beside", marks=pytest.mark.slow),
     pytest.param("delta nets", (8,), "beside", marks=pytest.mark.slow),

@@ -16,6 +16,7 @@ from tests.tiny import LLAMA, decoder_logits, edit_json, logits_of, random_ids, 
 SIZES = {name: value for name, value in LLAMA.items() if name != "tie_word_embeddings"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 FOUR = {"num_hidden_layers": 4}
+MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}
 
 # name -> model_type, changes to `SIZES`
@@ -46,6 +47,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         DELTA
         | {"head_dim": 16, "layer_types": [FULL, "linear_attention"], "linear_conv_kernel_dim": 3}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.5}},
+    ),
+    "qwen3_moe": ("qwen3_moe", MOE | {"norm_topk_prob": True}),
+    "qwen3_moe, some layers dense": (
+        "qwen3_moe",
+        FOUR | MOE | {"mlp_only_layers": [3], "decoder_sparse_step": 2, "norm_topk_prob": False},
+    ),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        FOUR | DELTA | MOE | {"head_dim": 16, "shared_expert_intermediate_size": 20, "intermediate_size": None},
     ),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral, window": ("mistral", {"sliding_window": 9, "head_dim": 16}),
@@ -132,6 +142,8 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_5", {"layer_types": [FULL, SLIDING]}, "layer_types names 'sliding_attention', supported: linear_attention"),
     ("qwen3_5", {"linear_num_value_heads": 5}, "linear_num_value_heads 5 is not a multiple of linear_num_key_heads 16"),
     ("qwen3_5", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, expected a share"),
+    ("qwen3_moe", {"num_experts": 4}, "num_experts_per_tok is 8, expected 1 to num_experts 4"),
+    ("qwen3_moe", {"mlp_only_layers": [2]}, "mlp_only_layers is [2], expected a list of layers from 0 to 1"),
     ("gemma2", {"final_logit_softcapping": -1}, "final_logit_softcapping is -1, expected a number above 0, or null"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
     ("gemma3", {"layer_types": [FULL]}, "layer_types has 1 entries, expected one for each of 2 layers"),

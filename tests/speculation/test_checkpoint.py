@@ -313,6 +313,8 @@ BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     ),
     (put("head", "layer", "extra", True), r"head.layer: missing keys \[\].*unknown keys \['extra'\]"),
     (put("head", "layer", "mixer", "rope", "kind", "ntk"), "head.layer.mixer.rope.kind is 'ntk'"),
+    (put("head", "layer", "mixer", "class", "Mamba"), r"head.layer.mixer.class is 'Mamba', expected one of \['Attent"),
+    (drop("head", "layer", "mlp", "class"), "head.layer.mlp.class is None, expected one of"),
     (drop("head", "layer", "mixer", "rope", "theta"), r"head.layer.mixer.rope: missing keys \['theta'\]"),
     (put("head", "lm_head", "shared"), r"head.lm_head is 'shared', expected one of \['own', 'target'\]"),
     (put("head", "lm_head", "target"), r"unexpected tensors \['lm_head'\]"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spd_jax.config.model import AttentionConfig, ModelConfig, RopeConfig
+from spd_jax.config.model import AttentionConfig, DeltaNetConfig, ExpertsConfig, MlpConfig, ModelConfig, RopeConfig
 from spd_jax.models.decoder import Decoder
 from spd_jax.nn.decoder_layer import DecoderLayer
 from spd_jax.nn.rope import rope_table
@@ -23,7 +23,8 @@ from spd_jax.speculation.module import (
     head_from_target,
 )
 from spd_jax.testing.naive import NaiveDecoder
-from spd_jax.testing.weights import dense_layer
+from spd_jax.testing.weights import RandomWeights, dense_layer
+from spd_jax.weights.mapping import TensorMap
 
 LAYER = dense_layer(32, 48, 4, 2, 8, 1e-6)
 TARGET = ModelConfig("llama", 64, (LAYER,) * 8, 256, tie_embeddings=False)
@@ -182,6 +183,37 @@ def test_draft_layer_has_no_window():
     mixed = dataclasses.replace(TARGET, layers=(LAYER, near, far, near))
     assert draft_layer_config(mixed) == far
     assert draft_layer_config(dataclasses.replace(TARGET, layers=(near,) * 3)) == near.with_attention(window=None)
+
+
+def test_draft_layers_of_experts_are_dense():
+    """As wide as a dense layer of the target, as what its description says, or as what a position runs."""
+    sparse = dataclasses.replace(LAYER, mlp=ExpertsConfig(4, 2, 12, shared_intermediate_size=5))
+    delta = dataclasses.replace(sparse, mixer=DeltaNetConfig(2, 2, 4, 4, 4))
+    target = dataclasses.replace(TARGET, layers=(delta, sparse, delta))
+    assert draft_layer_config(target) == dataclasses.replace(LAYER, mlp=MlpConfig(29))
+    assert draft_layer_config(dataclasses.replace(target, dense_size=17)).mlp == MlpConfig(17)
+    assert draft_layer_config(dataclasses.replace(target, layers=(LAYER, sparse))) == LAYER
+    with pytest.raises(ValueError, match="no layer of this target does"):
+        draft_layer_config(dataclasses.replace(target, layers=(delta,)))
+
+
+def test_a_head_of_a_target_with_experts_begins_with_their_rows():
+    """Attention and norms are copied; the MLP has the experts' rows inside and gives nothing yet."""
+    sparse = dataclasses.replace(LAYER, mlp=ExpertsConfig(3, 2, 20))
+    delta = dataclasses.replace(sparse, mixer=DeltaNetConfig(2, 2, 4, 4, 4))
+    target = dataclasses.replace(TARGET, layers=(sparse, delta, delta, sparse, delta))
+    config = HeadConfig(draft_layer_config(target), 2, (0, 2), 64, lm_head="target")
+    weights = RandomWeights(target, 0)
+    module = head_from_target(config, target, TensorMap(weights))
+    assert copied_layers(config, target) == (0, 3)
+    values = named_tensors(module)
+    for name in ("attention.qkv.weight", "mlp_norm.weight"):
+        np.testing.assert_array_equal(values[f"layers.1.{name}"], weights.tensor(f"layers.3.{name}"))
+    experts = weights.tensor("layers.3.mlp.gate_up").reshape(3, 2, 20, 32)
+    gate, up = np.split(np.asarray(values["layers.1.mlp.gate_up.weight"]), 2)
+    np.testing.assert_array_equal(gate, np.concatenate([experts[0, 0], experts[1, 0]]))  # 2 of 3 experts: 40 rows
+    np.testing.assert_array_equal(up, np.concatenate([experts[0, 1], experts[1, 1]]))
+    assert not np.any(values["layers.1.mlp.down.weight"])
 
 
 def test_layers_with_the_same_parameters_are_copied():

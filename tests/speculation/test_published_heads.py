@@ -153,6 +153,19 @@ def test_an_export_is_the_published_file_again(tmp_path: Path):
         assert torch.equal(found["state_dict"][name], tensor), name
 
 
+def test_gated_attention_goes_out_as_it_came_in():
+    """Qwen3.5: in the file each head is followed by its gate, here heads come first."""
+    config = open_target(DATA / "tiny_qwen3_5" / "target").config
+    file = read_torch_file(DATA / "tiny_qwen3_5" / "head_v11.pt")
+    head = from_published(file, config)
+    assert head.module.config.layer == config.layers[-1]
+    back = to_published(head.module, head.plan, config, target_name="", origin="head", remembered=head.remembered)
+    assert back.config == file.config
+    assert list(back.tensors) == list(file.tensors)
+    for name, value in file.tensors.items():
+        np.testing.assert_array_equal(back.tensors[name], value, err_msg=name)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_import_export_import_is_bit_exact(tmp_path: Path, dtype: Any):
     tensors = {name: value.astype(dtype) for name, value in published().tensors.items()}
@@ -203,7 +216,7 @@ def test_a_borrowed_lm_head_is_written_out():
         (lambda: own_head(StagePlan((5, 3), 1, "beside", (0, 5))), r"stages have \[5, 3\] layers.*cuts evenly"),
         (
             lambda: own_head(layer=target().layers[0]),
-            r"draft layers have attention.qk_norm False, the published code builds them.*True",
+            r"draft layers have mixer.qk_norm False, the published code builds them.*True",
         ),
         (
             lambda: own_head(layer=published_layer(target()).with_attention(rope=RopeConfig(theta=5e4))),
@@ -373,8 +386,8 @@ def family(name: str) -> ModelConfig:
 
 
 def test_gated_draft_layers_of_qwen3_5_are_named():
-    with pytest.raises(ValueError, match="family 'qwen3_5_text'; published draft layers are known for llama") as caught:
-        from_published(other("tiny_qwen3_5"), family("qwen3_5_text"))
+    with pytest.raises(ValueError, match="cannot be this target's head in the published format") as caught:
+        from_published(other("tiny_qwen3_5"), family("qwen3"))
     for index in range(2):
         assert f"spec_layers.{index}.self_attn.q_proj.weight has shape [128, 64], expected [64, 64]" in str(
             caught.value
@@ -387,7 +400,7 @@ def test_draft_layers_of_a_mixture_of_experts_are_dense():
     assert head.plan == StagePlan((4, 4), 2, "separate", (0, 4, 7))
     assert head.module.config.draft_ids is None
     with pytest.raises(
-        ValueError, match="family 'qwen2'; published draft layers are known for llama, qwen3, qwen3_moe"
+        ValueError, match="family 'qwen2'; published draft layers are known for llama, qwen3, qwen3_5, qwen3_moe"
     ):
         from_published(other("tiny_qwen3_moe"), family("qwen2"))
 

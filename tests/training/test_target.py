@@ -14,7 +14,7 @@ from spd_jax.testing.weights import RandomWeights
 from spd_jax.training.rows import Rows
 from spd_jax.training.target import FrozenTarget, load_frozen_target, target_pass
 from spd_jax.weights.load import load_decoder
-from tests.decode.engine import LAYER, model_config
+from tests.decode.engine import model_config
 from tests.tiny import run
 from tests.training.passes import frozen, random_ids, rows_of, whole_rows
 
@@ -39,7 +39,7 @@ def decoder_states(decoder: Decoder, ids: np.ndarray) -> tuple[list[np.ndarray],
 def test_taps_and_logits_are_the_decoders(tied: bool):
     """A08, A09: every anchor, L too, before the final norm; the teacher's logits after it."""
     anchors = (0, 2, 6, 8)
-    source = RandomWeights(model_config(8, tie_embeddings=tied, layer=LAYER), 3)
+    source = RandomWeights(model_config(8, tie_embeddings=tied), 3)
     target, ids = frozen(source, anchors), random_ids(2, 8)
     taps, logits = taps_and_logits(target, whole_rows(ids, 1), anchors)
     hiddens, expected = decoder_states(load_decoder(source), ids)
