@@ -18,7 +18,6 @@ from spd_jax.models.family import (
     Family,
     Part,
     Recipe,
-    Shape,
     dense_recipes,
     only_part,
     piled,
@@ -26,6 +25,7 @@ from spd_jax.models.family import (
     stacked_rows,
 )
 from spd_jax.models.reading import FieldReader, read_rope
+from spd_jax.models.shapes import Shape
 
 _MLP = "model.layers.{index}.mlp."
 

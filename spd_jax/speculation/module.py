@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from spd_jax.config.model import AttentionConfig, ExpertsConfig, LayerConfig, MlpConfig, ModelConfig
-from spd_jax.models.family import layer_shapes
+from spd_jax.models.shapes import layer_shapes
 from spd_jax.nn.decoder_layer import DecoderLayer
 from spd_jax.nn.layers import Linear
 

@@ -22,7 +22,8 @@ from flax import nnx
 
 from spd_jax.config.import_head import FinalAnchor
 from spd_jax.config.model import LayerConfig, MlpConfig, ModelConfig
-from spd_jax.models.family import HUGGING_FACE, Part, Recipe, Shape, dense_recipes, only_part
+from spd_jax.models.family import HUGGING_FACE, Part, Recipe, dense_recipes, only_part
+from spd_jax.models.shapes import Shape
 from spd_jax.plan import StagePlan
 from spd_jax.speculation.checkpoint import named_tensors
 from spd_jax.speculation.module import HeadConfig, SpeculationModule, draft_layer_config

@@ -11,7 +11,7 @@ from flax import nnx
 
 from spd_jax.config.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig, RopeConfig
 from spd_jax.models.decoder import Decoder
-from spd_jax.models.family import parameter_shapes
+from spd_jax.models.shapes import parameter_shapes
 from spd_jax.weights.load import canonical_path
 
 

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
-from spd_jax.models.family import Shape
+from spd_jax.models.shapes import Shape
 from spd_jax.weights.errors import WeightsError, listed
 from spd_jax.weights.gguf_header import read_header
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from spd_jax.models.family import Shape
+from spd_jax.models.shapes import Shape
 from spd_jax.weights.errors import WeightsError, listed
 
 SINGLE = "model.safetensors"

@@ -5,12 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flax import nnx
 
-from spd_jax.models.decoder import Decoder
-from spd_jax.models.family import parameter_shapes
-from spd_jax.weights.load import canonical_path, load_decoder, open_target
-from tests.tiny import decoder_logits, logits_of, random_ids, run, save_llama, tiny_config
+from spd_jax.weights.load import load_decoder, open_target
+from tests.tiny import decoder_logits, logits_of, random_ids, run, save_llama
 
 ROPE = {"rope_theta": 10000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -59,12 +56,3 @@ def test_hidden_state_l_is_taken_before_the_final_norm(tmp_path: Path):
     with torch.no_grad():
         normed = model.model.norm(torch.from_numpy(np.array(ours[2]))).numpy()
     np.testing.assert_allclose(normed, theirs[2].numpy(), atol=1e-4)
-
-
-@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "qk_norm": True}])
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_table_names_every_parameter_of_the_decoder(changes: dict[str, Any], tied: bool):
-    config = tiny_config(tie_embeddings=tied, **changes)
-    state = nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))), nnx.Param)
-    of_decoder = {canonical_path(path): variable.shape for path, variable in nnx.to_flat_state(state)}
-    assert parameter_shapes(config) == of_decoder
