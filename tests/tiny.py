@@ -144,6 +144,8 @@ GGUF_NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -174,21 +176,23 @@ def write_gguf(
     fields: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
 ) -> None:
-    """A transformers Llama model as llama.cpp's converter writes it: matrices in `kind`, vectors in F32.
+    """A transformers model as llama.cpp's converter writes it: matrices in `kind`, vectors in F32.
 
     `fields` are further metadata (strings, whole numbers, floats), `extra` further F32 tensors.
     """
     config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
+    architecture = config.model_type
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     for name, value in (fields or {}).items():
@@ -200,7 +204,7 @@ def write_gguf(
             continue
         value = tensor.numpy()
         for module, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
-            if module in name:
+            if module in name and architecture == "llama":
                 value = permuted_for_ggml(value, heads)
         if value.ndim == 1:
             writer.add_tensor(gguf_name(name), np.ascontiguousarray(value, np.float32))

@@ -11,7 +11,7 @@ from spd_jax.config.model import ModelConfig, RopeConfig
 from spd_jax.models.reading import text_fields
 from spd_jax.models.registry import family_of
 from spd_jax.weights.load import load_decoder, open_target
-from tests.tiny import LLAMA, decoder_logits, edit_json, logits_of, random_ids, random_model
+from tests.tiny import LLAMA, decoder_logits, edit_json, logits_of, random_ids, random_model, write_gguf
 
 SIZES = {name: value for name, value in LLAMA.items() if name != "tie_word_embeddings"}
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -94,6 +94,17 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path):
     assert target.config.family == model_type.removesuffix("_text")
     assert wanted.std() > 0.5  # logits that say something
     np.testing.assert_allclose(logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2, tied", "qwen3, wide heads (D06)"])
+def test_a_gguf_file_is_the_same_model(name: str, tmp_path: Path):
+    model_type, changes = VARIANTS[name]
+    model = random_model(model_type, **(SIZES | changes))
+    write_gguf(tmp_path / "model.gguf", model)
+    ids = random_ids(40, batch=2)
+    target = open_target(tmp_path / "model.gguf")
+    assert target.config.family == model_type
+    np.testing.assert_allclose(decoder_logits(load_decoder(target), ids), logits_of(model, ids), atol=1e-4, rtol=1e-4)
 
 
 def read(model_type: str, **changes: Any) -> ModelConfig:
