@@ -16,7 +16,8 @@ import numpy as np
 from flax import nnx
 
 from spd_jax.config.check_model import CheckModelConfig
-from spd_jax.config.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig
+from spd_jax.config.model import ModelConfig
+from spd_jax.evaluation.layer_costs import describe_kind
 from spd_jax.weights.load import load_decoder, open_target
 from spd_jax.weights.location import resolve
 from spd_jax.weights.tokenizer import load_tokenizer
@@ -128,12 +129,5 @@ def _difference(what: str, ours: np.ndarray, theirs: np.ndarray) -> Difference:
 def _layer_name(config: ModelConfig, index: int) -> str:
     if index == 0:
         return "embedding"
-    name = f"layer {index - 1} ({_kind(config.layers[index - 1])})"
+    name = f"layer {index - 1} ({describe_kind(config.layers[index - 1])})"
     return name if index < config.num_layers else f"{name} and final norm"
-
-
-def _kind(layer: LayerConfig) -> str:
-    mixer = "gated delta net"
-    if isinstance(layer.mixer, AttentionConfig):
-        mixer = "attention" if layer.mixer.window is None else f"window of {layer.mixer.window}"
-    return f"{mixer}, {'MLP' if isinstance(layer.mlp, MlpConfig) else 'experts'}"

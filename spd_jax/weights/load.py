@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from spd_jax.config.model import ModelConfig
 from spd_jax.models.decoder import Decoder
+from spd_jax.models.family import Family
 from spd_jax.models.reading import text_fields, token_ids
 from spd_jax.models.registry import family_of, family_of_gguf
 from spd_jax.weights.errors import WeightsError
@@ -50,15 +52,32 @@ def open_target(location: str | Path) -> TargetWeights:
     raise WeightsError(f"{path}: expected a folder with config.json or a .gguf file")
 
 
-def _open_folder(folder: Path) -> TargetWeights:
-    fields = _read_json(folder / "config.json")
+def read_config(location: str | Path) -> ModelConfig:
+    """What a target model is, from its description alone: also from a config.json without weights beside it.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        ValueError: a config that is not supported.
+    """
+    file = Path(location)
+    path = file if file.is_file() else resolve(location)
+    if path.suffix == ".json":
+        return _read_config_file(path)[1]
+    return _read_config_file(path / "config.json")[1] if path.is_dir() else open_target(path).config
+
+
+def _read_config_file(file: Path) -> tuple[Family, ModelConfig]:
+    fields = _read_json(file)
     if fields is None:
-        files = sorted(path.name for path in folder.glob("*.gguf"))
+        files = sorted(path.name for path in file.parent.glob("*.gguf"))
         hint = f"; give the path of {files[0]} itself" if files else ""
-        raise FileNotFoundError(f"{folder}: holds no config.json{hint}")
-    origin = str(folder / "config.json")
-    family = family_of(fields.get("model_type"), origin)
-    config = family.read_config(text_fields(fields), origin)
+        raise FileNotFoundError(f"{file.parent}: holds no {file.name}{hint}")
+    family = family_of(fields.get("model_type"), str(file))
+    return family, family.read_config(text_fields(fields), str(file))
+
+
+def _open_folder(folder: Path) -> TargetWeights:
+    family, config = _read_config_file(folder / "config.json")
     generation = _read_json(folder / "generation_config.json") or {}
     try:
         ends = (*config.eos_token_ids, *token_ids(generation.get("eos_token_id")))
