@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,14 @@ def _open_folder(folder: Path) -> TargetWeights:
     except ValueError as error:
         raise ValueError(f"{folder / 'generation_config.json'}: eos_token_id: {error}") from error
     config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(ends)))
-    return CheckpointWeights(config, SafetensorsFolder(folder), family.recipes(config), ignored=family.ignored)
+    source = SafetensorsFolder(folder)
+    if source.left_out:
+        warnings.warn(
+            f"{folder}: only the text model is read; {len(source.left_out)} tensor(s) outside of it are left out "
+            f"({source.left_out[0]}, ...)",
+            stacklevel=3,
+        )
+    return CheckpointWeights(config, source, family.recipes(config), ignored=family.ignored)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -27,6 +27,8 @@ _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
 class SafetensorsFolder:
     """Tensors of a folder as a `TensorSource`, under the usual names (`model.embed_tokens.weight`, ...).
 
+    `left_out` are the keys outside of the text model, of a multimodal checkpoint.
+
     Raises:
         WeightsError: no weights, a shard that is missing or damaged, an index that does not fit its shards, or keys
             under an unknown prefix.
@@ -39,6 +41,7 @@ class SafetensorsFolder:
         self._where: dict[str, tuple[Any, str]] = {}
         found = _files(folder)
         names = usual_names([key for keys in found.values() for key in keys], self.origin)
+        self.left_out = sorted(key for keys in found.values() for key in keys if key not in names)
         for path, keys in found.items():
             opened = _open(path)
             for key in keys:
