@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from spd_jax.config.model import ModelConfig, RopeConfig
+from spd_jax.decode.autoregressive import AutoregressiveDecoder
+from spd_jax.decode.options import Options
+from spd_jax.decode.sampling import Sampling
 from spd_jax.models.reading import text_fields
 from spd_jax.models.registry import family_of
 from spd_jax.weights.load import load_decoder, open_target
@@ -94,6 +97,24 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path):
     assert target.config.family == model_type.removesuffix("_text")
     assert wanted.std() > 0.5  # logits that say something
     np.testing.assert_allclose(logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "gemma3"])
+def test_64_steps_of_decoding_equal_those_of_transformers(name: str, tmp_path: Path):
+    """Two prompts of different lengths, drawn at temperature 1: every token has the log-probability it has there."""
+    model_type, changes = VARIANTS[name]
+    model = random_model(model_type, **(SIZES | changes))
+    model.save_pretrained(tmp_path)
+    decoder = AutoregressiveDecoder(load_decoder(open_target(tmp_path)), steps_per_dispatch=16, prefill_chunk=8)
+    prompts = [random_ids(length, seed=length)[0].tolist() for length in (3, 21)]
+    sampling = Sampling(temperature=1.0)
+    options = Options(max_new_tokens=64, sampling=sampling, ignore_eos=True, eos_ids=(63,), log_probs=True)
+    for prompt, result in zip(prompts, decoder.generate(prompts, options).results, strict=True):
+        logits = logits_of(model, np.asarray([prompt + result.ids]))[0, len(prompt) - 1 : -1].astype(np.float64)
+        logits[:, 63] = -np.inf
+        assert len(set(result.ids)) > 15
+        log_probs = logits[np.arange(64), result.ids] - np.log(np.exp(logits).sum(axis=-1))
+        np.testing.assert_allclose([token.log_prob for token in result.tokens], log_probs, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen2, tied", "qwen3, wide heads (D06)"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spd_jax.nn import blockwise
-from spd_jax.nn.blockwise import Ranges, attend_ranges, causal_ranges
+from spd_jax.nn.blockwise import Ranges, attend_ranges, causal_ranges, window_ranges
 
 B, K, G, H = 2, 2, 2, 4
 
@@ -34,19 +34,23 @@ def mask_of(ranges: Ranges) -> np.ndarray:
     return (key >= low[..., None]) & (key <= high[..., None])
 
 
-def plain(q: Any, k: Any, v: Any, weight: Any, mask: np.ndarray) -> list[np.ndarray]:
+def plain(q: Any, k: Any, v: Any, weight: Any, mask: np.ndarray, cap: float | None = None) -> list[np.ndarray]:
     """softmax(q k / sqrt(H)) v over all banks at once, 0 where nothing is seen, and the gradients of its weighted sum.
 
     In float64, by the formulas.
     """
     q, k, v, weight = (np.asarray(x, np.float64) for x in (q, k, v, weight))
     seen = mask[:, :, :, None, None]
-    s = np.where(seen, np.einsum("bsakgh,bxtkh->bsakgxt", q, k) / np.sqrt(H), -1e30)
+    s, slope = np.einsum("bsakgh,bxtkh->bsakgxt", q, k) / np.sqrt(H), 1.0
+    if cap is not None:
+        s = cap * np.tanh(s / cap)
+        slope = 1 - np.square(s / cap)
+    s = np.where(seen, s, -1e30)
     p = np.where(seen, np.exp(s - s.max(axis=(-2, -1), keepdims=True)), 0.0)
     p = p / np.maximum(p.sum(axis=(-2, -1), keepdims=True), 1e-300)
     mixed = np.einsum("bsakgxt,bxtkh->bsakgh", p, v)
     dp = np.einsum("bsakgh,bxtkh->bsakgxt", weight, v)
-    ds = p * (dp - (p * dp).sum(axis=(-2, -1), keepdims=True)) / np.sqrt(H)
+    ds = slope * p * (dp - (p * dp).sum(axis=(-2, -1), keepdims=True)) / np.sqrt(H)
     dq, dk = np.einsum("bsakgxt,bxtkh->bsakgh", ds, k), np.einsum("bsakgxt,bsakgh->bxtkh", ds, q)
     return [mixed, dq, dk, np.einsum("bsakgxt,bsakgh->bxtkh", p, weight)]
 
@@ -57,11 +61,11 @@ def arrays(length: int, kinds: int, banks: int) -> tuple[jax.Array, ...]:
     return tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
 
 
-def tiled(q: Any, k: Any, v: Any, weight: Any, ranges: Ranges) -> list[np.ndarray]:
+def tiled(q: Any, k: Any, v: Any, weight: Any, ranges: Ranges, cap: float | None = None) -> list[np.ndarray]:
     """The same from `attend_ranges`."""
 
     def loss(q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array]:
-        mixed = attend_ranges(q, k, v, ranges)
+        mixed = attend_ranges(q, k, v, ranges, cap)
         return jnp.sum(mixed * weight), mixed
 
     (_, mixed), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
@@ -97,6 +101,24 @@ def test_values_and_gradients_are_those_of_one_masked_softmax(case: str, monkeyp
     mixed, dq, *_ = found
     assert not mixed[blind].any()
     assert not dq[blind].any()
+
+
+def test_capped_scores_and_their_gradients():
+    """Scores of up to 3 under a cap of 1.5: far from where a cap does nothing."""
+    inputs, ranges = arrays(13, 2, 1), random_ranges(13, 2, 1, 3)
+    expected = plain(*inputs, mask_of(ranges), 1.5)
+    uncapped = plain(*inputs, mask_of(ranges))
+    for found, wanted, other in zip(tiled(*inputs, ranges, 1.5), expected, uncapped, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+        assert np.abs(wanted - other).max() > 0.05
+
+
+def test_windows_end_where_documents_begin():
+    low = jnp.asarray([[0, 0, 0, 0, 0, 5, 5, 5, 5, 5]], jnp.int32)
+    ranges = window_ranges(low, 3)
+    assert ranges.far_low.tolist() == [[0, 0, 0, 1, 2, 5, 5, 5, 6, 7]]
+    assert ranges.far_high[0, :, 0].tolist() == list(range(10))
+    assert window_ranges(low, None).far_low.tolist() == low.tolist()
 
 
 def test_what_nobody_sees_has_no_gradient():

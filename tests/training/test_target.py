@@ -15,6 +15,7 @@ from spd_jax.training.rows import Rows
 from spd_jax.training.target import FrozenTarget, load_frozen_target, target_pass
 from spd_jax.weights.load import load_decoder
 from tests.decode.engine import model_config
+from tests.decode.test_layer_kinds import KINDS
 from tests.tiny import run
 from tests.training.passes import frozen, random_ids, rows_of, whole_rows
 
@@ -50,17 +51,33 @@ def test_taps_and_logits_are_the_decoders(tied: bool):
     assert np.abs(taps[-1] - np.asarray(target.normed(jnp.asarray(taps[-1])))).max() > 0.1
 
 
-def test_documents_of_a_row_are_apart():
-    """N01: hidden states of a document are the same alone and packed behind another."""
+@pytest.mark.parametrize("kind", ["plain", *KINDS])
+def test_documents_of_a_row_are_apart(kind: str):
+    """N01: hidden states of a document are the same alone and packed behind another, whatever the layers are."""
     documents = [Example(random_ids(length, seed=length), np.ones(length, bool)) for length in (7, 4)]
     packed = make_batch([documents, []], 16)
     alone = make_batch([documents[:1], documents[1:]], 16)
-    target = frozen(RandomWeights(model_config(3)), (0, 2))
+    layers = {"layers": KINDS[kind][:4]} if kind in KINDS else {}
+    target = frozen(RandomWeights(model_config(3, **layers)), (0, 2))
     compiled = jax.jit(lambda rows: target_pass(target, rows, (0, 2), jnp.float32)[1])
     together, apart = (np.asarray(compiled(rows_of(batch, 1))) for batch in (packed, alone))
     np.testing.assert_allclose(together[0, :7], apart[0, :7], atol=1e-5)
     np.testing.assert_allclose(together[0, 7:11], apart[1, :4], atol=1e-5)
     assert np.isfinite(together).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_of_several_kinds_are_the_decoders(kind: str):
+    """Windows shorter than the rows, capped scores, scaled embeddings, experts in blocks, delta nets in chunks."""
+    changes: dict[str, Any] = {"layers": KINDS[kind]}
+    changes |= {"embedding_scale": 2.0, "logit_cap": 8.0} if kind == "windows" else {}
+    source, anchors = RandomWeights(model_config(8, **changes), 3), (0, 3, 8)
+    target, ids = frozen(source, anchors), random_ids(2, 16)
+    taps, logits = taps_and_logits(target, whole_rows(ids, 1), anchors)
+    hiddens, expected = decoder_states(load_decoder(source), ids)
+    for tap, anchor in zip(taps, anchors, strict=True):
+        np.testing.assert_allclose(tap, hiddens[anchor], atol=2e-5, rtol=1e-4)
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
 def test_no_gradient_reaches_the_target():
