@@ -134,6 +134,7 @@ def test_text_and_cycles_are_exact(kind: str, stage_layers: tuple[int, ...], lay
     assert [result.ids for result in own] == texts
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_is_the_batch_of_four():
     text = reference("delta nets")[6]
     options = Options(max_new_tokens=TOKENS, forced_drafts=[script("110", text)])

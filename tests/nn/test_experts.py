@@ -1,4 +1,4 @@
-"""A mixture of experts: few rows, many rows and every row by itself are the same sum."""
+"""A mixture of experts: rows one by one, in blocks and by the definition are the same sum."""
 
 from typing import Any
 
@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spd_jax.nn.experts import BLOCK, FEW, mix_few, mix_in_blocks
+from spd_jax.nn.experts import BLOCK, FEW, mix
 
 EXPERTS, CHOICES, INNER, SIZE = 7, 3, 5, 16
+compiled = jax.jit(mix, static_argnums=(5, 6))
 
 
 def parameters(dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array]:
@@ -37,11 +38,11 @@ def row_by_row(x: Any, weights: Any, chosen: Any, gate_up: Any, down: Any) -> np
 
 
 @pytest.mark.parametrize("rows", [1, 2, FEW, FEW + 1, BLOCK, 3 * BLOCK + 5])
-def test_both_ways_are_the_sum_over_the_chosen_experts(rows: int):
+def test_blocks_of_any_size_are_the_sum_over_the_chosen_experts(rows: int):
     inputs = (*routed(rows), *parameters())
     expected = row_by_row(*inputs)
-    for mix in (mix_few, mix_in_blocks):
-        np.testing.assert_allclose(jax.jit(mix, static_argnums=5)(*inputs, "silu"), expected, atol=2e-4, rtol=1e-4)
+    for block in (1, BLOCK):
+        np.testing.assert_allclose(compiled(*inputs, "silu", block), expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("expert", [0, EXPERTS - 1])
@@ -50,7 +51,7 @@ def test_one_expert_may_get_everything(expert: int):
     rows = 2 * BLOCK + 1
     chosen = np.full((rows, CHOICES), expert)
     inputs = (*routed(rows, chosen), *parameters())
-    found = jax.jit(mix_in_blocks, static_argnums=5)(*inputs, "silu")
+    found = compiled(*inputs, "silu", BLOCK)
     np.testing.assert_allclose(found, row_by_row(*inputs), atol=2e-4, rtol=1e-4)
 
 
@@ -62,13 +63,13 @@ def test_experts_that_nobody_chose_are_not_read():
     for rows in (2, 3 * BLOCK):
         x, weights, chosen = routed(rows)
         chosen = jnp.where(chosen == unused, 0, chosen)
-        for mix in (mix_few, mix_in_blocks):
-            assert np.isfinite(jax.jit(mix, static_argnums=5)(x, weights, chosen, gate_up, down, "silu")).all()
+        for block in (1, BLOCK):
+            assert np.isfinite(compiled(x, weights, chosen, gate_up, down, "silu", block)).all()
 
 
 def test_bfloat16_weights_and_float32_rows():
     inputs = (*routed(40), *parameters(jnp.bfloat16))
-    few, many = (jax.jit(mix, static_argnums=5)(*inputs, "silu") for mix in (mix_few, mix_in_blocks))
+    few, many = (compiled(*inputs, "silu", block) for block in (1, BLOCK))
     assert few.dtype == many.dtype == jnp.float32
     expected = row_by_row(*inputs)
     for found in (few, many):
