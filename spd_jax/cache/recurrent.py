@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from spd_jax import struct
 from spd_jax.config.model import DeltaNetConfig
@@ -56,15 +56,6 @@ def write_memory(cache: RecurrentCache, column_B: Int[Array, " B"], memory: Memo
         return ring
 
     return RecurrentCache(jax.tree.map(write, cache.ring, memory))
-
-
-def choose_memory(valid_B: Bool[Array, " B"], new: Memory, old: Memory) -> Memory:
-    """The new memory of sequences that are valid, the old one of the others."""
-
-    def choose(a: Array, b: Array) -> Array:
-        return jnp.where(valid_B.reshape(-1, *[1] * (a.ndim - 1)), a, b)
-
-    return jax.tree.map(choose, new, old)
 
 
 def fill_columns(cache: RecurrentCache, memory: Memory) -> RecurrentCache:

@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from spd_jax.cache.entries import AttentionCache, Window, window_rows, write_column
 from spd_jax.cache.layer import LayerCache
-from spd_jax.cache.recurrent import RecurrentCache, choose_memory, read_memory
+from spd_jax.cache.recurrent import read_memory
 from spd_jax.config.model import AttentionConfig
 from spd_jax.decode import ranks
 from spd_jax.decode.roles import run_slots, stack_hiddens, switch_roles
@@ -59,8 +59,10 @@ def _stage_attend(cache: AttentionCache, control: Control, position_B: Array) ->
 def _stage_past(cache: LayerCache, control: Control, position_B: Array) -> Past:
     if isinstance(cache, AttentionCache):
         return _stage_attend(cache, control, position_B)
-    columns = cache.ring.state.shape[1]
-    return Recurrence(read_memory(cache, (position_B - 1) % columns), valid=(position_B >= 0)[:, None])
+    # A row without a position changes nothing: it gets the memory of the column that it will be written back to.
+    before_B = jnp.where(position_B >= 0, position_B - 1, position_B)
+    memory = read_memory(cache, before_B % cache.ring.state.shape[1])
+    return Recurrence(memory, valid=(position_B >= 0)[:, None])
 
 
 def _unchanged(cache: LayerCache, position_B: Array) -> Any:
@@ -120,10 +122,6 @@ def compute(
             Ropes(jnp.broadcast_to(position_B[:, None], (batch, width))),
             lambda s: _stage_past(state.caches[s], control, position_B),
         )
-        for slot, memory in kept.items():
-            cache = state.caches[slot]
-            if isinstance(cache, RecurrentCache):
-                kept[slot] = choose_memory(position_B >= 0, memory, _unchanged(cache, position_B))
         return stack_hiddens(hiddens, table.max_stage_slots), kept
 
     positions = jnp.concatenate([control.stage_position, control.departed[:, None]], axis=1)  # by depth 0..n

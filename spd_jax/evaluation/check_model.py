@@ -1,6 +1,6 @@
 """A model's hidden states and logits beside those of transformers, in float32 on the CPU: which layer differs first.
 
-The only module that runs models in PyTorch, and only when one of its functions is called. Hidden state index l is the
+PyTorch is only touched when one of these functions is called. Hidden state index l is the
 output of layer l, index 0 the embedding; the last one is compared after the final norm, as transformers gives it.
 """
 
@@ -18,6 +18,7 @@ from flax import nnx
 from spd_jax.config.check_model import CheckModelConfig
 from spd_jax.config.model import ModelConfig
 from spd_jax.evaluation.layer_costs import describe_kind
+from spd_jax.speculation.torch_file import import_torch
 from spd_jax.weights.load import load_decoder, open_target
 from spd_jax.weights.location import resolve
 from spd_jax.weights.tokenizer import load_tokenizer
@@ -70,7 +71,7 @@ def check_model(config: CheckModelConfig) -> ModelCheck:
         FileNotFoundError: there is no such model, or a text was given and there is no tokenizer.
         ValueError: a model that is not supported or damaged, or ids outside of its vocabulary.
     """
-    torch = _torch()
+    torch = import_torch("models of transformers need")
     weights = open_target(config.model)
     ids = config.prompt_ids or load_tokenizer(config.model).encode(config.prompt)
     outside = [token for token in ids if not 0 <= token < weights.config.vocab_size]
@@ -84,16 +85,6 @@ def check_model(config: CheckModelConfig) -> ModelCheck:
     pairs = zip([*names, "logits"], [*hiddens, logits], [*theirs.hidden_states, theirs.logits], strict=True)
     found = tuple(_difference(what, ours, other.float().numpy()) for what, ours, other in pairs)
     return ModelCheck(found, config.tolerance)
-
-
-def _torch() -> Any:
-    try:
-        import torch
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "the models of transformers run in PyTorch, which is not installed: pip install 'spd-jax[import]'"
-        ) from error
-    return torch
 
 
 def _ours(decoder: nnx.Module, ids: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:

@@ -6,7 +6,6 @@ Knows layers and caches of one device; nothing of stages.
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from jaxtyping import Array
 
 from spd_jax.config.model import AttentionConfig, DeltaNetConfig, ExpertsConfig, LayerConfig
 from spd_jax.models.decoder import Ropes, run_layers
-from spd_jax.models.shapes import layer_shapes
+from spd_jax.models.shapes import num_parameters
 from spd_jax.nn.attention import attend_prefix_and_rows, cache_layout, sees, window_starts
 from spd_jax.nn.decoder_layer import layer_structure
 from spd_jax.nn.deltanet import Recurrence, empty_memory
@@ -36,11 +35,6 @@ def describe_kind(kind: LayerConfig) -> str:
     mlp = kind.mlp
     inner = f"{mlp.top_k} of {mlp.num_experts} experts" if isinstance(mlp, ExpertsConfig) else "MLP"
     return f"{mixer}, {inner}"
-
-
-def num_parameters(kind: LayerConfig) -> int:
-    """Parameters of a layer."""
-    return sum(math.prod(shape) for shape in layer_shapes(kind).values())
 
 
 def bytes_read(kind: LayerConfig, context: int, itemsize: int) -> int:

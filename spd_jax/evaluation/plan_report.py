@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from spd_jax.config.model import LayerConfig, ModelConfig
 from spd_jax.config.plan import PlanConfig
-from spd_jax.evaluation.layer_costs import bytes_read, describe_kind, measure_layers, num_parameters
+from spd_jax.evaluation.layer_costs import bytes_read, describe_kind, measure_layers
+from spd_jax.models.shapes import num_parameters
 from spd_jax.parallel.slots import slot_table
 from spd_jax.plan import StagePlan, balanced_plan, make_plan
 from spd_jax.speculation.module import draft_layer_config

@@ -113,6 +113,12 @@ def read_layer_types(
     return kinds if window is not None else [FULL] * num_layers
 
 
+def by_kind(layer: LayerConfig, kinds: Sequence[str], **sliding: Any) -> list[LayerConfig]:
+    """The layer for each kind, with `sliding` changes of its attention where the kind is a sliding window."""
+    local = layer.with_attention(**sliding)
+    return [local if kind == SLIDING else layer for kind in kinds]
+
+
 def named_layer_types(
     reader: FieldReader, num_layers: int, default: Callable[[int], str], supported: Sequence[str]
 ) -> list[str]:

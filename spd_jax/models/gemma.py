@@ -14,7 +14,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from spd_jax.config.model import ModelConfig, RopeConfig
-from spd_jax.models.dense import FULL, SLIDING, Basics, finish_config, read_basics, read_layer_types, read_window
+from spd_jax.models.dense import (
+    FULL,
+    SLIDING,
+    Basics,
+    by_kind,
+    finish_config,
+    read_basics,
+    read_layer_types,
+    read_window,
+)
 from spd_jax.models.family import HUGGING_FACE, Family, dense_recipes
 from spd_jax.models.reading import FieldReader, read_rope
 
@@ -79,7 +88,7 @@ def read_gemma2(fields: Mapping[str, Any], origin: str) -> ModelConfig:
 
     def make() -> ModelConfig:
         layer = basics.layer(basics.attention(rope, **attention), post_norms=True)
-        layers = [layer.with_attention(window=window) if kind == SLIDING else layer for kind in kinds]
+        layers = by_kind(layer, kinds, window=window)
         return basics.config("gemma2", layers, embedding_scale=basics.hidden_size**0.5, **model)
 
     return finish_config(reader, make)
@@ -102,8 +111,7 @@ def read_gemma3(fields: Mapping[str, Any], origin: str) -> ModelConfig:
 
     def make() -> ModelConfig:
         layer = basics.layer(basics.attention(far, qk_norm=True, **attention), post_norms=True)
-        local = layer.with_attention(rope=near, window=window)
-        layers = [local if kind == SLIDING else layer for kind in kinds]
+        layers = by_kind(layer, kinds, rope=near, window=window)
         return basics.config("gemma3", layers, embedding_scale=basics.hidden_size**0.5, **model)
 
     return finish_config(reader, make)

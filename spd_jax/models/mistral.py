@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spd_jax.config.model import ModelConfig
-from spd_jax.models.dense import SLIDING, finish_config, read_basics, read_layer_types, read_window
+from spd_jax.models.dense import by_kind, finish_config, read_basics, read_layer_types, read_window
 from spd_jax.models.family import HUGGING_FACE, Family, dense_recipes
 from spd_jax.models.reading import FieldReader, read_rope
 
@@ -30,7 +30,7 @@ def read_config(fields: Mapping[str, Any], origin: str) -> ModelConfig:
 
     def make() -> ModelConfig:
         layer = basics.layer(basics.attention(rope))
-        layers = [layer.with_attention(window=window) if kind == SLIDING else layer for kind in kinds]
+        layers = by_kind(layer, kinds, window=window)
         return basics.config("mistral", layers)
 
     return finish_config(reader, make)

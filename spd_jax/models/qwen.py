@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spd_jax.config.model import ModelConfig
-from spd_jax.models.dense import SLIDING, finish_config, read_basics, read_layer_types, read_window
+from spd_jax.models.dense import by_kind, finish_config, read_basics, read_layer_types, read_window
 from spd_jax.models.family import GGUF, HUGGING_FACE, Family, GgufFormat, dense_recipes
 from spd_jax.models.gguf_metadata import read_dense_gguf
 from spd_jax.models.reading import FieldReader, read_rope
@@ -34,7 +34,7 @@ def read_config(fields: Mapping[str, Any], origin: str, *, family: str) -> Model
     def make() -> ModelConfig:
         attention = basics.attention(rope, qk_norm=is_qwen3, qkv_bias=bias or not is_qwen3, output_bias=bias)
         layer = basics.layer(attention)
-        layers = [layer.with_attention(window=window) if kind == SLIDING else layer for kind in kinds]
+        layers = by_kind(layer, kinds, window=window)
         return basics.config(family, layers)
 
     return finish_config(reader, make)

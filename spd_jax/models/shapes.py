@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from spd_jax.config.model import AttentionConfig, DeltaNetConfig, ExpertsConfig, LayerConfig, MlpConfig, ModelConfig
 
 Shape = tuple[int, ...]
@@ -19,6 +21,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     if not config.tie_embeddings:
         shapes["head"] = (config.vocab_size, config.hidden_size)
     return shapes
+
+
+def num_parameters(layer: LayerConfig) -> int:
+    """Parameters of a layer."""
+    return sum(math.prod(shape) for shape in layer_shapes(layer).values())
 
 
 def layer_shapes(layer: LayerConfig) -> dict[str, Shape]:

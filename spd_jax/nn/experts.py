@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from spd_jax.config.model import ExpertsConfig, MlpConfig
-from spd_jax.nn.layers import ACTIVATIONS, MLP, Linear
+from spd_jax.nn.layers import MLP, Linear, gated, project
 
 FEW = 8  # rows that go one by one
 BLOCK = 32  # rows
@@ -55,11 +55,6 @@ class Experts(nnx.Module):
         return weights.astype(x_RD.dtype), chosen
 
 
-def _gated(both: Float[Array, "... G"], activation: str) -> Float[Array, "... F"]:
-    gate, up = jnp.split(both, 2, axis=-1)
-    return ACTIVATIONS[activation](gate) * up
-
-
 def mix(
     x_RD: Float[Array, "R D"],
     weights_RC: Float[Array, "R C"],
@@ -83,16 +78,13 @@ def mix(
     place = (end_E - blocks_E)[sorted_P] * block + within  # of every sorted pair
     row_of_place = jnp.zeros((most * block,), jnp.int32).at[place].set(order // choices)
     expert_of_block = jnp.searchsorted(end_E, jnp.arange(most, dtype=jnp.int32), side="right").astype(jnp.int32)
-    dtype = gate_up_EGD.dtype
 
     def body(index: Array, y: Array) -> Array:
         which = jnp.minimum(expert_of_block[index], experts - 1)
-        mine = x_RD[jax.lax.dynamic_slice_in_dim(row_of_place, index * block, block)].astype(dtype)
+        mine = x_RD[jax.lax.dynamic_slice_in_dim(row_of_place, index * block, block)]
         gate_up = jax.lax.dynamic_index_in_dim(gate_up_EGD, which, keepdims=False)
         down = jax.lax.dynamic_index_in_dim(down_EDF, which, keepdims=False)
-        both = jnp.einsum("rd,gd->rg", mine, gate_up, preferred_element_type=jnp.float32).astype(x_RD.dtype)
-        inner = _gated(both, activation).astype(dtype)
-        out = jnp.einsum("rf,df->rd", inner, down, preferred_element_type=jnp.float32).astype(x_RD.dtype)
+        out = project(gated(project(mine, gate_up), activation), down)
         return jax.lax.dynamic_update_slice_in_dim(y, out, index * block, axis=0)
 
     # Inside a shard_map what differs by device must do so from the start of a loop: a zero that is made of both inputs.

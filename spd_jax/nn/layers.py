@@ -146,6 +146,12 @@ class Attention(nnx.Module):
         return y.reshape(*x_BTD.shape[:2], config.num_kv_heads, -1, config.head_dim)
 
 
+def gated(both: Float[Array, "... G"], activation: str) -> Float[Array, "... F"]:
+    """act(gate) * up of the two halves of a row, gate first."""
+    gate, up = jnp.split(both, 2, axis=-1)
+    return ACTIVATIONS[activation](gate) * up
+
+
 class MLP(nnx.Module):
     """down(act(gate(x)) * up(x)); gate rows come first in the shared weight."""
 
@@ -158,5 +164,4 @@ class MLP(nnx.Module):
         self.down = Linear(inner, size, bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BTD: Array) -> Array:
-        gate, up = jnp.split(self.gate_up(x_BTD), 2, axis=-1)
-        return self.down(ACTIVATIONS[self.activation](gate) * up)
+        return self.down(gated(self.gate_up(x_BTD), self.activation))

@@ -22,6 +22,7 @@ from jaxtyping import Array
 
 from spd_jax import struct
 from spd_jax.config.model import LayerConfig, ModelConfig
+from spd_jax.models.shapes import num_parameters
 from spd_jax.nn.decoder_layer import layer_structure
 from spd_jax.parallel.mesh import replicated, sharded
 from spd_jax.parallel.slots import SlotTable, slot_table
@@ -281,12 +282,8 @@ def stack_head(
 def _total_bytes(program: Program, head: Head, itemsize: int) -> int:
     """Bytes that will have been reported at the end, for a progress bar (checkpoints of another dtype: an estimate)."""
     target = program.target
-
-    def layer_bytes(kind: LayerConfig) -> int:
-        return itemsize * sum(int(np.prod(shape)) for shape in layer_structure(kind)[1].values())
-
-    layers = sum(map(layer_bytes, target.layers)) + program.plan.num_draft_layers * layer_bytes(program.draft_layer)
+    layers = [*target.layers, *[program.draft_layer] * program.plan.num_draft_layers]
     tables = (2 - target.tie_embeddings) * target.vocab_size * target.hidden_size
     if not program.shared_head:
         tables += head.config.draft_vocab_size * target.hidden_size
-    return layers + itemsize * tables
+    return itemsize * (sum(map(num_parameters, layers)) + tables)

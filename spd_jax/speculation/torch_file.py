@@ -1,4 +1,4 @@
-"""`.pt` files of published heads. The only module that touches PyTorch, and only when one of its functions is called.
+"""`.pt` files of published heads. PyTorch is only touched when one of these functions is called.
 
 Files are read with `weights_only=True`, never otherwise: a pickle can run code. Knows the file's two entries,
 `state_dict` and `config`, not what they hold.
@@ -32,7 +32,7 @@ def read_torch_file(path: str | Path) -> PublishedHead:
         ValueError: it is no checkpoint of torch.save, damaged, holds objects whose loading could run code, lacks one of
             its two entries, or holds tensors that are no plain arrays.
     """
-    torch, path = _torch(), Path(path)
+    torch, path = import_torch(), Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
     if not zipfile.is_zipfile(path):
@@ -74,7 +74,7 @@ def write_torch_file(path: str | Path, head: PublishedHead) -> Path:
         ModuleNotFoundError: PyTorch is not installed.
         FileExistsError: something is there already; nothing is replaced.
     """
-    torch, path = _torch(), Path(path)
+    torch, path = import_torch(), Path(path)
     if path.exists():
         raise FileExistsError(f"{path} exists and is not replaced; choose another name or remove it")
     state = OrderedDict((name, _tensor(torch, value)) for name, value in head.tensors.items())
@@ -88,13 +88,16 @@ def write_torch_file(path: str | Path, head: PublishedHead) -> Path:
     return path
 
 
-def _torch() -> Any:
+def import_torch(what: str = ".pt files need") -> Any:
+    """PyTorch, which is not installed everywhere; `what` begins the reason why it has to be.
+
+    Raises:
+        ModuleNotFoundError: it is not; says how to install it.
+    """
     try:
         import torch
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "PyTorch is not installed; .pt files need it: pip install 'spd-jax[import]'"
-        ) from error
+        raise ModuleNotFoundError(f"PyTorch is not installed; {what} it: pip install 'spd-jax[import]'") from error
     return torch
 
 

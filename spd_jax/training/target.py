@@ -17,10 +17,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from spd_jax import struct
-from spd_jax.config.model import AttentionConfig, LayerConfig, ModelConfig
+from spd_jax.config.model import AttentionConfig, Mixer, ModelConfig
 from spd_jax.models.decoder import Ropes, embed, head_logits, run_layers
+from spd_jax.models.shapes import layer_shapes, num_parameters
 from spd_jax.nn.blockwise import attend_ranges, window_ranges
-from spd_jax.nn.decoder_layer import layer_structure
+from spd_jax.nn.decoder_layer import Past, layer_structure
 from spd_jax.nn.deltanet import Recurrence
 from spd_jax.nn.layers import rms_norm
 from spd_jax.training.rows import Rows
@@ -73,9 +74,8 @@ def load_frozen_target(
     kinds = config.layers
     changes = {index for index in range(1, config.num_layers) if kinds[index] != kinds[index - 1]}
     bounds = tuple(sorted({0, *anchors, *changes, config.num_layers}))
-    sizes = [layer_sizes(kind) for kind in kinds]
     width = jnp.dtype(dtype).itemsize
-    total = width * (sum(sum(size.values()) for size in sizes) + config.vocab_size * config.hidden_size)
+    total = width * (sum(map(num_parameters, kinds)) + config.vocab_size * config.hidden_size)
     done = 0
 
     def read(name: str) -> np.ndarray:
@@ -87,16 +87,14 @@ def load_frozen_target(
         return value
 
     segments = tuple(
-        {name: np.stack([read(f"layers.{layer}.{name}") for layer in range(start, end)]) for name in sizes[start]}
+        {
+            name: np.stack([read(f"layers.{layer}.{name}") for layer in range(start, end)])
+            for name in layer_shapes(kinds[start])
+        }
         for start, end in itertools.pairwise(bounds)
     )
     head = None if config.tie_embeddings else read("head")
     return FrozenTarget(read("embedding"), head, read("final_norm.weight"), segments, config, bounds)
-
-
-def layer_sizes(kind: LayerConfig) -> dict[str, int]:
-    """Numbers in every parameter of a layer, by name."""
-    return {".".join(path): int(np.prod(shape)) for path, shape in layer_structure(kind)[1].items()}
 
 
 def target_pass(
@@ -110,16 +108,22 @@ def target_pass(
     config = target.config
     ropes = Ropes(rows.positions)
 
-    def attend(q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array, config: AttentionConfig) -> tuple[Array, None]:
-        k, v = (x.astype(target.embedding.dtype)[:, None] for x in (k_BTKH, v_BTKH))
-        ranges = window_ranges(rows.low, config.window)
-        return attend_ranges(q_BTKGH[:, :, None], k, v, ranges, config.score_cap)[:, :, 0], None
+    def past_of(mixer: Mixer) -> Past:
+        if not isinstance(mixer, AttentionConfig):
+            return Recurrence(first=rows.low)
+        ranges = window_ranges(rows.low, mixer.window)
+
+        def attend(q_BTKGH: Array, k_BTKH: Array, v_BTKH: Array, config: AttentionConfig) -> tuple[Array, None]:
+            k, v = (x.astype(target.embedding.dtype)[:, None] for x in (k_BTKH, v_BTKH))
+            return attend_ranges(q_BTKGH[:, :, None], k, v, ranges, config.score_cap)[:, :, 0], None
+
+        return attend
 
     def run_segment(index: int, x: Array) -> Array:
         kind = config.layers[target.bounds[index]]
         graphdef, shapes = layer_structure(kind)
-        ropes.of(kind.mixer)  # made here, outside of the scan
-        past = attend if isinstance(kind.mixer, AttentionConfig) else Recurrence(first=rows.low)
+        ropes.of(kind.mixer)  # made here, outside of the scan, as is what attention sees
+        past = past_of(kind.mixer)
 
         def layer(x: Array, parameters: dict[str, Array]) -> tuple[Array, None]:
             parameters = gather(index, parameters)
