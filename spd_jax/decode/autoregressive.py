@@ -34,7 +34,7 @@ from spd_jax.decode.sampling import (
 )
 from spd_jax.decode.state import IDLE, UNDRAFTED
 from spd_jax.models.decoder import Decoder, Ropes, embed, run_layers
-from spd_jax.nn.attention import PREFILL_BLOCK, attend_prefix_and_rows, cache_layout, sees, window_starts
+from spd_jax.nn.attention import PREFILL_BLOCK, attend_by_position, cache_layout
 from spd_jax.nn.deltanet import Memory, Recurrence
 from spd_jax.nn.layers import Attend
 
@@ -239,10 +239,8 @@ class _Programs:
             def over(
                 q: Array, new_k: Array, new_v: Array, config: AttentionConfig
             ) -> tuple[Array, tuple[Array, Array]]:
-                new_k, new_v = cache_layout(new_k, new_v)
-                mask, first = sees(positions, positions, config.window), window_starts(positions, config.window)
-                options = {"first_BT": first, "cap": config.score_cap, "block": block}
-                return attend_prefix_and_rows(q, k, v, start, new_k, new_v, mask, **options), (new_k, new_v)
+                new = cache_layout(new_k, new_v)
+                return attend_by_position(q, (k, v), start, new, positions, positions, config, block=block), new
 
             return over
 

@@ -23,7 +23,7 @@ from spd_jax.decode import ranks
 from spd_jax.decode.roles import run_slots, stack_hiddens, switch_roles
 from spd_jax.decode.state import Control, DecodeState
 from spd_jax.models.decoder import Ropes
-from spd_jax.nn.attention import attend_prefix_and_rows, cache_layout, sees, window_starts
+from spd_jax.nn.attention import attend_by_position, cache_layout
 from spd_jax.nn.decoder_layer import Past
 from spd_jax.nn.deltanet import Recurrence
 from spd_jax.nn.layers import Attend, project
@@ -44,13 +44,9 @@ def _stage_attend(cache: AttentionCache, control: Control, position_B: Array) ->
     def attend(q: Array, k: Array, v: Array, config: AttentionConfig) -> tuple[Array, Window]:
         k, v = cache_layout(k, v)
         window = write_column(cache.window, position_B % columns, position_B >= 0, k, v)
-        rows_k, rows_v = window_rows(window)
         asking = jnp.broadcast_to(position_B[:, None], q.shape[:2])
-        mask = sees(asking, positions, config.window) & inside_BC[:, None]
-        first, cap = window_starts(asking, config.window), config.score_cap
-        mixed = attend_prefix_and_rows(
-            q, cache.k, cache.v, control.committed, rows_k, rows_v, mask, first_BT=first, cap=cap
-        )
+        prefix, rows = (cache.k, cache.v), window_rows(window)
+        mixed = attend_by_position(q, prefix, control.committed, rows, asking, positions, config, live_BC=inside_BC)
         return mixed, window
 
     return attend
@@ -82,9 +78,8 @@ def _draft_attend(cache: AttentionCache, control: Control, positions_BT: Array) 
 
     def attend(q: Array, k: Array, v: Array, config: AttentionConfig) -> tuple[Array, Window]:
         k, v = cache_layout(k, v)  # rows by depth, n + 1 of them
-        mask = sees(positions_BT, positions_BT, config.window)
-        first, cap = window_starts(positions_BT, config.window), config.score_cap
-        mixed = attend_prefix_and_rows(q, cache.k, cache.v, control.drafted, k, v, mask, first_BT=first, cap=cap)
+        prefix = (cache.k, cache.v)
+        mixed = attend_by_position(q, prefix, control.drafted, (k, v), positions_BT, positions_BT, config)
         departed = (control.drafted % columns, control.departed >= 0)
         return mixed, write_column(cache.window, *departed, k[..., -1:], v[:, :, -1:])
 

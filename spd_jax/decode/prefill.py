@@ -28,7 +28,7 @@ from spd_jax.decode.heads import Mode, Request, first_token
 from spd_jax.decode.roles import run_slots, stack_hiddens, switch_roles
 from spd_jax.decode.state import Control, DecodeState, Taps
 from spd_jax.models.decoder import Ropes, embed
-from spd_jax.nn.attention import PREFILL_BLOCK, attend_prefix_and_rows, cache_layout, sees, window_starts
+from spd_jax.nn.attention import PREFILL_BLOCK, attend_by_position, cache_layout
 from spd_jax.nn.decoder_layer import Past
 from spd_jax.nn.deltanet import Memory, Recurrence
 from spd_jax.nn.layers import Attend, project
@@ -53,12 +53,11 @@ def _attend(cache: AttentionCache, start: Array, batch: int, length: int) -> Att
     positions = jnp.broadcast_to(start + jnp.arange(length, dtype=jnp.int32), (batch, length))
 
     def attend(q: Array, k: Array, v: Array, config: AttentionConfig) -> tuple[Array, tuple[Array, Array]]:
-        k, v = cache_layout(k, v)
-        mask, first = sees(positions, positions, config.window), window_starts(positions, config.window)
-        mixed = attend_prefix_and_rows(
-            q, cache.k, cache.v, prefix, k, v, mask, first_BT=first, cap=config.score_cap, block=PREFILL_BLOCK
+        rows = cache_layout(k, v)
+        mixed = attend_by_position(
+            q, (cache.k, cache.v), prefix, rows, positions, positions, config, block=PREFILL_BLOCK
         )
-        return mixed, (k, v)
+        return mixed, rows
 
     return attend
 

@@ -20,7 +20,7 @@ from jaxtyping import Array
 from spd_jax.config.model import AttentionConfig, DeltaNetConfig, ExpertsConfig, LayerConfig
 from spd_jax.models.decoder import Ropes, run_layers
 from spd_jax.models.shapes import num_parameters
-from spd_jax.nn.attention import attend_prefix_and_rows, cache_layout, sees, window_starts
+from spd_jax.nn.attention import attend_by_position, cache_layout
 from spd_jax.nn.decoder_layer import layer_structure
 from spd_jax.nn.deltanet import Recurrence, empty_memory
 
@@ -79,9 +79,8 @@ def _prepared(kind: LayerConfig, rows: int, context: int, dtype: Any) -> Callabl
         kept = empty_memory(mixer, 1, dtype)
 
     def attend(k: Array, v: Array, q: Array, new_k: Array, new_v: Array, config: AttentionConfig) -> Any:
-        mask, first = sees(positions, positions, config.window), window_starts(positions, config.window)
         length, new = jnp.full((1,), context, jnp.int32), cache_layout(new_k, new_v)
-        return attend_prefix_and_rows(q, k, v, length, *new, mask, first_BT=first, cap=config.score_cap), new
+        return attend_by_position(q, (k, v), length, new, positions, positions, config), new
 
     @jax.jit
     def run(state: Any, x: Array, kept: Any) -> Any:

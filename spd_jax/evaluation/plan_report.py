@@ -44,19 +44,21 @@ class Costs:
         return found
 
 
-def layer_costs(model: ModelConfig, config: PlanConfig, num_stages: int) -> Costs:
-    """Costs by bytes, or measured; the draft layers read the same weights for their n + 1 rows."""
+def layer_costs(model: ModelConfig, config: PlanConfig) -> dict[int, Costs]:
+    """Costs for each number of stages, by bytes or measured; draft layers read their weights once for n + 1 rows."""
     itemsize, draft = jnp.dtype(config.dtype).itemsize, draft_layer_config(model)
     kinds = list(dict.fromkeys(model.layers))
     read = {kind: bytes_read(kind, config.context, itemsize) for kind in [*kinds, draft]}
     heads = 2 * itemsize * model.vocab_size * model.hidden_size
     if not config.measure:
-        return Costs("MiB", {kind: read[kind] / MIB for kind in kinds}, read[draft] / MIB, heads / MIB)
-    rows = num_stages + 1
-    times = measure_layers([*((kind, 1) for kind in kinds), (draft, rows)], config.context, config.dtype)
+        costs = Costs("MiB", {kind: read[kind] / MIB for kind in kinds}, read[draft] / MIB, heads / MIB)
+        return dict.fromkeys(config.stages, costs)
+    drafts = [(draft, stages + 1) for stages in config.stages]
+    times = measure_layers([*((kind, 1) for kind in kinds), *drafts], config.context, config.dtype)
     # Heads are large products of one row: as fast a byte as the layers on average.
     pace = sum(times[kind, 1] for kind in kinds) / sum(read[kind] for kind in kinds)
-    return Costs("ms", {kind: times[kind, 1] for kind in kinds}, times[draft, rows], heads * pace)
+    of_kind = {kind: times[kind, 1] for kind in kinds}
+    return {stages: Costs("ms", of_kind, times[draft, stages + 1], heads * pace) for stages in config.stages}
 
 
 def memory_of_ranks(plan: StagePlan, model: ModelConfig, itemsize: int) -> tuple[int, list[int]]:
@@ -84,11 +86,10 @@ def plan_report(model: ModelConfig, config: PlanConfig) -> list[str]:
         f"{model.vocab_size:,}; weights in {config.dtype}, {config.context:,} positions",
         "",
     ]
-    for number, stages in enumerate(config.stages):
-        costs = layer_costs(model, config, stages)
-        if number == 0:
-            lines += _kind_lines(counts, draft_layer_config(model), costs, itemsize)
-        lines += ["", *_cut_lines(model, config, stages, costs, itemsize)]
+    costs = layer_costs(model, config)
+    lines += _kind_lines(counts, draft_layer_config(model), costs[config.stages[0]], itemsize)
+    for stages in config.stages:
+        lines += ["", *_cut_lines(model, config, stages, costs[stages], itemsize)]
     return lines
 
 

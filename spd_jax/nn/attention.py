@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from spd_jax.config.model import AttentionConfig
+
 NEGATIVE = -1e30  # finite: a row with every key masked stays finite (its output is never used)
 PREFILL_BLOCK = 256  # keys; divides every cache capacity
 
@@ -70,6 +72,34 @@ def attend_prefix_and_rows(
 
 _Part = tuple[Array, Array, Array]
 """Softmax so far: largest score `[B, K, M, 1]`, sum of exponentials `[B, K, M, 1]`, weighted values `[B, K, M, H]`."""
+
+
+def attend_by_position(
+    q_BTKGH: Float[Array, "B T K G H"],
+    prefix: tuple[Float[Array, "B K H S"], Float[Array, "B K S H"]],
+    prefix_length_B: Int[Array, " B"],
+    rows: tuple[Float[Array, "B K H C"], Float[Array, "B K C H"]],
+    query_BT: Int[Array, "B T"],
+    row_BC: Int[Array, "B C"],
+    config: AttentionConfig,
+    *,
+    live_BC: Bool[Array, "B C"] | None = None,
+    block: int | None = None,
+) -> Float[Array, "B T K G H"]:
+    """`attend_prefix_and_rows` as a layer's attention says: what a query sees follows from positions and the window.
+
+    Args:
+        prefix, rows: keys and values.
+        query_BT, row_BC: positions of queries and rows; a negative row is seen by none.
+        live_BC: rows that count (None: all).
+    """
+    mask_BTC = sees(query_BT, row_BC, config.window)
+    if live_BC is not None:
+        mask_BTC = mask_BTC & live_BC[:, None]
+    first_BT = window_starts(query_BT, config.window)
+    return attend_prefix_and_rows(
+        q_BTKGH, *prefix, prefix_length_B, *rows, mask_BTC, first_BT=first_BT, cap=config.score_cap, block=block
+    )
 
 
 def window_starts(position_BT: Int[Array, "B T"], window: int | None) -> Int[Array, "B T"] | None:

@@ -40,7 +40,7 @@ def test_balance_where_kinds_differ(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     model = read_config(HYBRID)
     linear, attention = model.layers[0], model.layers[3]
     costs = Costs("ms", {linear: 1.0, attention: 5.0}, 0.5, 0.0)
-    monkeypatch.setattr(report, "layer_costs", lambda *arguments: costs)
+    monkeypatch.setattr(report, "layer_costs", lambda *arguments: {4: costs})
     assert plan.main(["--model", str(HYBRID), "--stages", "[4]", "--num_draft_layers", "2"]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     cuts = {"even     [2, 2, 2, 2]": "6.00 ms (stage 2), 1.000", "balanced [3, 1, 3, 1]": "5.00 ms (stage 2), 0.833"}
