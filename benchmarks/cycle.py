@@ -23,7 +23,6 @@ import numpy as np
 from flax import nnx
 from jsonargparse import auto_cli
 from pieces import collectives_alone, draft_alone, heads_alone
-from timing import Timed, interleave, median, ratio
 
 from spd_jax.config.run import EngineConfig, PipelineLayout
 from spd_jax.decode.assemble import Engine, open_engine
@@ -33,6 +32,7 @@ from spd_jax.decode.heads import Mode
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Options
 from spd_jax.decode.programs import grow_state
+from spd_jax.evaluation.timing import Timed, interleave, median, ratio
 from spd_jax.models.decoder import Decoder
 from spd_jax.parallel.mesh import simulate_devices
 from spd_jax.speculation.module import SpeculationModule

@@ -16,9 +16,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 from jsonargparse import auto_cli
-from timing import Timed, interleave, median, ratio
 
 from spd_jax.config.model import ExpertsConfig
+from spd_jax.evaluation.timing import Timed, interleave, median, ratio
 from spd_jax.nn.experts import Experts, mix
 from spd_jax.nn.layers import ACTIVATIONS
 

@@ -31,9 +31,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 from jsonargparse import auto_cli
-from timing import Timed, interleave, median, ratio
 
 from spd_jax.config.model import ModelConfig
+from spd_jax.evaluation.timing import Timed, interleave, median, ratio
 from spd_jax.nn.layers import project
 from spd_jax.plan import StagePlan, make_plan
 from spd_jax.speculation.module import HeadConfig, SpeculationModule

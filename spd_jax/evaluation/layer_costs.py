@@ -6,8 +6,6 @@ Knows layers and caches of one device; nothing of stages.
 from __future__ import annotations
 
 import functools
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from spd_jax.config.model import AttentionConfig, DeltaNetConfig, ExpertsConfig, LayerConfig
+from spd_jax.evaluation.timing import Timed, interleave, median
 from spd_jax.models.decoder import Ropes, run_layers
 from spd_jax.models.shapes import num_parameters
 from spd_jax.nn.attention import attend_by_position, cache_layout
@@ -54,15 +53,10 @@ def measure_layers(
     rows_of_kind: Sequence[tuple[LayerConfig, int]], context: int, dtype: Any
 ) -> dict[tuple[LayerConfig, int], float]:
     """Milliseconds of a layer on so many rows at `context` positions, medians of interleaved rounds."""
-    runs = {pair: _prepared(*pair, context, dtype) for pair in dict.fromkeys(rows_of_kind)}
-    found: dict[tuple[LayerConfig, int], list[float]] = {pair: [] for pair in runs}
-    for index in range(ROUNDS + 1):
-        for pair, run in runs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            if index:  # the first one compiles
-                found[pair].append(1e3 * (time.perf_counter() - start))
-    return {pair: statistics.median(times) for pair, times in found.items()}
+    pairs = list(dict.fromkeys(rows_of_kind))
+    things = [Timed(str(index), _prepared(*pair, context, dtype)) for index, pair in enumerate(pairs)]
+    times = interleave(things, ROUNDS)
+    return {pair: median(times[str(index)]) for index, pair in enumerate(pairs)}
 
 
 def _prepared(kind: LayerConfig, rows: int, context: int, dtype: Any) -> Callable[[], Any]:
