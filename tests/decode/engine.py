@@ -6,7 +6,10 @@ same program.
 """
 
 import functools
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -155,3 +158,15 @@ def assert_cycles_exact(result: SequenceResult, num_stages: int) -> None:
         assert token.cycle == cycle
     assert [record.token for record in result.records if record.token >= 0] == result.ids[1:]
     assert len(result.records) == result.cycles
+
+
+def run_on_many_ranks(module: str, call: str) -> None:
+    """Run a check of a test module in a process of its own, with more devices than the other tests have."""
+    code = (
+        "import jax, tests.conftest; jax.config.update('jax_num_cpu_devices', 31);"
+        f"from tests.decode.{module} import check; {call}; print('checked')"
+    )
+    root = Path(__file__).parents[2]
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=3600)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("checked\n")

@@ -38,6 +38,7 @@ from tests.decode.engine import (
     model_config,
     random_head,
     random_prompts,
+    run_on_many_ranks,
     script,
     verdicts,
 )
@@ -65,8 +66,10 @@ KINDS: dict[str, tuple[LayerConfig, ...]] = {
     "delta nets": (LINEAR, LINEAR, LINEAR, GATED) * 2,
     "windows": (NEAR, FAR) * 4,
     "experts": (SPARSE, DENSE, SHARED, SPARSE, SHARED, SHARED, SPARSE, DENSE),
+    "32 layers": (LINEAR, LINEAR, LINEAR, GATED) * 8,
 }
-SEEDS = {"delta nets": 0, "windows": 5, "experts": 6}  # weights whose greedy text keeps changing
+SEEDS = {"delta nets": 0, "windows": 5, "experts": 6, "32 layers": 0}  # weights whose greedy text keeps changing
+IN_GATE = [*list(KINDS)[:3], pytest.param("32 layers", marks=pytest.mark.slow)]
 CASES = [
     ("delta nets", (2, 2, 2, 2), "separate"),
     ("delta nets", (1, 4, 3), "beside"),
@@ -101,14 +104,14 @@ def pipeline(kind: str, stage_layers: tuple[int, ...], layout: str) -> PipelineD
     return make_pipeline(weights(kind), random_head(weights(kind).config, plan), plan)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IN_GATE)
 def test_reference_text_says_something(kind: str):
     texts = reference(kind)
     assert min(len(set(text)) for text in texts) >= 5
     assert len({token for text in texts for token in text}) > 25
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IN_GATE)
 def test_token_by_token_is_the_whole_sequence(kind: str):
     """The reference itself: every token is the likeliest one after a forward pass over all before it."""
     model = load_decoder(weights(kind), jnp.float32)
@@ -117,8 +120,7 @@ def test_token_by_token_is_the_whole_sequence(kind: str):
         assert logits[len(prompt) - 1 : -1].argmax(axis=-1).tolist() == text
 
 
-@pytest.mark.parametrize(("kind", "stage_layers", "layout"), CASES)
-def test_text_and_cycles_are_exact(kind: str, stage_layers: tuple[int, ...], layout: str):
+def check(kind: str, stage_layers: tuple[int, ...], layout: str):
     """Batches of prompts of different lengths, every script of right and wrong drafts and the head's own."""
     decoder, texts = pipeline(kind, stage_layers, layout), reference(kind)
     stages = len(stage_layers)
@@ -132,6 +134,18 @@ def test_text_and_cycles_are_exact(kind: str, stage_layers: tuple[int, ...], lay
                 assert verdicts(result)[1:] == [bits[i % len(bits)] == "1" for i in range(TOKENS - 1)]
     own = in_batches(decoder, PROMPTS, {"max_new_tokens": TOKENS, "forced_drafts": [OWN] * len(PROMPTS)})
     assert [result.ids for result in own] == texts
+
+
+@pytest.mark.parametrize(("kind", "stage_layers", "layout"), CASES)
+def test_text_and_cycles_are_exact(kind: str, stage_layers: tuple[int, ...], layout: str):
+    check(kind, stage_layers, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["separate", "beside"])
+def test_sixteen_stages_of_two_layers(layout: str):
+    """Two delta nets in one stage, a delta net and attention in the next."""
+    run_on_many_ranks("test_layer_kinds", f"check('32 layers', (2,) * 16, {layout!r})")
 
 
 @pytest.mark.slow

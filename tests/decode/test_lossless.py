@@ -1,9 +1,6 @@
 """Greedy pipelined decoding gives the target's own greedy text, whatever is drafted, in exactly the cycles it must."""
 
 import functools
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +12,7 @@ from tests.decode.engine import (
     in_batches,
     pipeline,
     random_prompts,
+    run_on_many_ranks,
     script,
     verdicts,
 )
@@ -73,15 +71,7 @@ def test_text_and_cycles_are_exact(num_stages: int, layout: Layout):
 @pytest.mark.parametrize("layout", ["separate", "beside"])
 @pytest.mark.parametrize("num_stages", [15, 30])
 def test_text_and_cycles_are_exact_on_many_ranks(num_stages: int, layout: Layout):
-    """More devices than the other tests have, so in a process of its own."""
-    code = (
-        "import jax, tests.conftest; jax.config.update('jax_num_cpu_devices', 31);"
-        f"from tests.decode.test_lossless import check; check(30, {num_stages}, {layout!r}); print('checked')"
-    )
-    root = Path(__file__).parents[2]
-    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=3600)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.endswith("checked\n")
+    run_on_many_ranks("test_lossless", f"check(30, {num_stages}, {layout!r})")
 
 
 @pytest.mark.parametrize("num_stages", [3, 8])
