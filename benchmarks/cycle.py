@@ -28,10 +28,10 @@ from spd_jax.config.run import EngineConfig, PipelineLayout
 from spd_jax.decode.assemble import Engine, open_engine
 from spd_jax.decode.autoregressive import AutoregressiveDecoder
 from spd_jax.decode.batch import Batch, make_batch
-from spd_jax.decode.heads import Mode
-from spd_jax.decode.loop import PipelineDecoder
+from spd_jax.decode.loop import PipelineDecoder, mode_of
 from spd_jax.decode.options import Options
 from spd_jax.decode.programs import grow_state
+from spd_jax.decode.tree import CHAIN, Tree
 from spd_jax.evaluation.timing import Timed, interleave, median, ratio
 from spd_jax.models.decoder import Decoder
 from spd_jax.parallel.mesh import simulate_devices
@@ -50,9 +50,9 @@ class Baseline:
     ids: list[int]
 
 
-def options(tokens: int, drafts: list[list[int]] | None = None) -> Options:
+def options(tokens: int, drafts: list[list[int]] | None = None, tree: Tree = CHAIN) -> Options:
     """A greedy request that nothing ends early."""
-    return Options(max_new_tokens=tokens, eos_ids=(2,), ignore_eos=True, forced_drafts=drafts)
+    return Options(max_new_tokens=tokens, eos_ids=(2,), ignore_eos=True, forced_drafts=drafts, tree=tree)
 
 
 def autoregressive(base: Baseline, capacity: int) -> Timed:
@@ -71,16 +71,18 @@ def autoregressive(base: Baseline, capacity: int) -> Timed:
     return Timed("autoregressive step", lambda s: dispatch(decoder.weights, request, s), CYCLES, prepare)
 
 
-def pipelined(name: str, decoder: PipelineDecoder, base: Baseline, capacity: int, batch_size: int = 1) -> Timed:
+def pipelined(
+    name: str, decoder: PipelineDecoder, base: Baseline, capacity: int, batch_size: int = 1, tree: Tree = CHAIN
+) -> Timed:
     """Cycles with all stages busy: the oracle head is always right and the pipeline has been filled."""
     batch = make_batch(
         [base.prompt] * batch_size,
-        options(2048, [base.ids] * batch_size),
+        options(2048, [base.ids] * batch_size, tree),
         decoder.program.target.vocab_size,
         decoder.max_length,
     )
     request, banned = decoder.request(batch)
-    mode = Mode(batch.options.sampling.mode)
+    mode = mode_of(batch.options)
     state, _, _ = decoder.prefill(batch, mode, request, banned)
     if state.caches[0].v.shape[-2] < capacity:
         state = grow_state(state, capacity)
@@ -108,7 +110,7 @@ def prefills(decoder: PipelineDecoder, base: Baseline, tokens: int) -> list[Time
     single, _, _ = one.compiled(batch.options.sampling.mode, False)
     single_request = one.request(batch)
     request, banned = decoder.request(batch)
-    mode = Mode(batch.options.sampling.mode)
+    mode = mode_of(batch.options)
 
     def mesh_prefill(batch: Batch) -> Any:
         return decoder.prefill(batch, mode, request, banned)[1]

@@ -16,10 +16,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array
 
 from spd_jax.config.model import AttentionConfig
-from spd_jax.decode.heads import both_logits
+from spd_jax.decode.heads import answer_greedy, both_logits
 from spd_jax.decode.programs import SHARDED, local_params, params_spec
 from spd_jax.decode.sampling import best
-from spd_jax.decode.verify import verify_greedy
+from spd_jax.decode.verify import Siblings
 from spd_jax.models.decoder import Ropes, head_logits, run_layers
 from spd_jax.nn.attention import attend_prefix_and_rows, cache_layout
 from spd_jax.nn.layers import Attend, rms_norm
@@ -118,13 +118,12 @@ def heads_alone(program: Program, params: PipelineParams, mesh: Mesh, count: int
     def run(params: PipelineParams, x: Array) -> Array:
         local = local_params(params)
         ids = local_ids(local.allowed.shape[0])
+        nothing = Siblings(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), bool))
 
         def body(step: Array, x: Array) -> Array:
-            target, draft, share = both_logits(program, local, x, x * 0.5)
-            verdict = verify_greedy(
-                target, ids, draft, ids[jnp.maximum(share, 0)], jnp.zeros((1,), jnp.int32), gather_ranks
-            )
-            return x + (verdict.token + verdict.draft).astype(x.dtype)[:, None] * 1e-6
+            target, draft, share = both_logits(program, local, x, x[:, None] * 0.5)
+            verdict, found = answer_greedy(target, draft, ids, ids[jnp.maximum(share, 0)], nothing)
+            return x + (verdict.token + found.id[:, 0, 0]).astype(x.dtype)[:, None] * 1e-6
 
         return jax.lax.fori_loop(0, count, body, x)
 

@@ -57,7 +57,8 @@ def empty_cache(
 
 
 def write_column(window: Window, column_B: Int[Array, " B"], valid_B: Bool[Array, " B"], k: Array, v: Array) -> Window:
-    """Put new rows (keys `[B, K, H, W]`, values `[B, K, W, H]`) into a column of each sequence.
+    """Put new rows (keys `[B, K, H, W]`, values `[B, K, W, H]`; one row alone goes to all) into a column of each
+    sequence.
 
     Sequences that are not valid keep their window as it is.
     """
@@ -76,18 +77,20 @@ def window_rows(window: Window) -> tuple[Array, Array]:
     return window.k.reshape(batch, heads, size, rows), window.v.reshape(batch, heads, rows, size)
 
 
-def commit_column(cache: AttentionCache, column_B: Int[Array, " B"], position_B: Int[Array, " B"]) -> AttentionCache:
-    """Copy branch 0 of a window column of each sequence to a position of the committed region.
+def commit_column(
+    cache: AttentionCache, column_B: Int[Array, " B"], row_B: Int[Array, " B"], position_B: Int[Array, " B"]
+) -> AttentionCache:
+    """Copy one row of a window column of each sequence to a position of the committed region.
 
     Positions must be below the capacity (dynamic_update_slice would clamp them onto live rows): callers keep spare
     rows.
     """
     k, v = cache.k, cache.v
     for row in range(k.shape[0]):  # unrolled: a batched update would become a scatter
-        column, position = column_B[row], position_B[row]
+        column, branch, position = column_B[row], row_B[row], position_B[row]
         _, heads, _, _, size = cache.window.v.shape
-        new_k = jax.lax.dynamic_slice(cache.window.k, (row, 0, 0, column, 0), (1, heads, size, 1, 1))[..., 0]
-        new_v = jax.lax.dynamic_slice(cache.window.v, (row, 0, column, 0, 0), (1, heads, 1, 1, size))[:, :, :, 0]
+        new_k = jax.lax.dynamic_slice(cache.window.k, (row, 0, 0, column, branch), (1, heads, size, 1, 1))[..., 0]
+        new_v = jax.lax.dynamic_slice(cache.window.v, (row, 0, column, branch, 0), (1, heads, 1, 1, size))[:, :, :, 0]
         k = jax.lax.dynamic_update_slice(k, new_k, (row, 0, 0, position))
         v = jax.lax.dynamic_update_slice(v, new_v, (row, 0, position, 0))
     return AttentionCache(k, v, cache.window)

@@ -21,16 +21,10 @@ def empty_layer_cache(
     dtype: Any,
     leading: tuple[int, ...] = (),
 ) -> LayerCache:
-    """Zeros for a pipeline of `num_stages`; `leading` axes (the rank axis) come first.
-
-    Raises:
-        ValueError: several branches of a layer whose memory is a ring by position.
-    """
+    """Zeros for a pipeline of `num_stages`; `leading` axes (the rank axis) come first."""
     if isinstance(kind.mixer, AttentionConfig):
         return empty_cache(kind.mixer, batch, capacity, num_stages + 1, width, dtype, leading)
-    if width != 1:
-        raise ValueError(f"a gated delta net keeps one memory a position, found {width} branches")
-    return empty_recurrent_cache(kind.mixer, batch, num_stages, dtype, leading)
+    return empty_recurrent_cache(kind.mixer, batch, num_stages, width, dtype, leading)
 
 
 def grow_layer_cache(cache: LayerCache, capacity: int) -> LayerCache:

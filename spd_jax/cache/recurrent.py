@@ -1,6 +1,7 @@
 """The memory of one gated-delta-net slot by position: a ring, so that undoing drafts is only a change of counters.
 
-Column p mod C holds the memory after position p, which goes on from that in column (p - 1) mod C.
+Column p mod C holds the memories after position p, one a row (branch), which go on from their parents' in column
+(p - 1) mod C.
 C = n columns are enough for n stages: when position u is replaced, the layer has seen at most u + n - 2, so that the
 memory after u - 1 is still there. Nothing is committed: what is verified stays until it is overwritten.
 
@@ -22,32 +23,33 @@ from spd_jax.nn.deltanet import Memory, empty_memory
 
 @struct.dataclass
 class RecurrentCache:
-    """Memories of the last positions, `[B, C, ...]` each."""
+    """Memories of the last positions, `[B, C, W, ...]` each."""
 
     ring: Memory
 
 
 def empty_recurrent_cache(
-    kind: DeltaNetConfig, batch: int, columns: int, dtype: Any, leading: tuple[int, ...] = ()
+    kind: DeltaNetConfig, batch: int, columns: int, width: int, dtype: Any, leading: tuple[int, ...] = ()
 ) -> RecurrentCache:
     """Memories of nothing; `leading` axes (the rank axis) come first."""
-    one = empty_memory(kind, batch, dtype, leading)
-    axis = len(leading) + 1
-    return RecurrentCache(jax.tree.map(lambda x: jnp.stack([x] * columns, axis), one))
+    return RecurrentCache(empty_memory(kind, width, dtype, (*leading, batch, columns)))
 
 
-def read_memory(cache: RecurrentCache, column_B: Int[Array, " B"]) -> Memory:
-    """The memory of each sequence in its column."""
+def read_memory(cache: RecurrentCache, column_B: Int[Array, " B"], row_BW: Int[Array, "B W"] | None = None) -> Memory:
+    """The memories `[B, W, ...]` of each sequence in these rows of its column (None: in all)."""
 
     def read(x: Array) -> Array:
-        rows = [jax.lax.dynamic_slice_in_dim(x[row], column_B[row], 1, axis=0) for row in range(x.shape[0])]
-        return jnp.concatenate(rows)
+        found = [jax.lax.dynamic_index_in_dim(x[b], column_B[b], keepdims=False) for b in range(x.shape[0])]
+        column = jnp.stack(found)
+        if row_BW is None or x.shape[2] == 1:
+            return column
+        return jnp.take_along_axis(column, row_BW.reshape(*row_BW.shape, *[1] * (column.ndim - 2)), axis=1)
 
     return jax.tree.map(read, cache.ring)
 
 
 def write_memory(cache: RecurrentCache, column_B: Int[Array, " B"], memory: Memory) -> RecurrentCache:
-    """Put each sequence's memory into its column."""
+    """Put each sequence's memories `[B, W, ...]` into its column."""
 
     def write(ring: Array, new: Array) -> Array:
         for row in range(ring.shape[0]):  # unrolled: a batched update would become a scatter
@@ -58,6 +60,19 @@ def write_memory(cache: RecurrentCache, column_B: Int[Array, " B"], memory: Memo
     return RecurrentCache(jax.tree.map(write, cache.ring, memory))
 
 
-def fill_columns(cache: RecurrentCache, memory: Memory) -> RecurrentCache:
-    """The same memory in every column: what the next position goes on from, wherever it looks."""
-    return RecurrentCache(jax.tree.map(lambda ring, x: jnp.broadcast_to(x[:, None], ring.shape), cache.ring, memory))
+def running_memory(cache: RecurrentCache) -> Memory:
+    """What a prefill keeps in the first row of column 0, `[B, ...]`."""
+    return jax.tree.map(lambda ring: ring[:, 0, 0], cache.ring)
+
+
+def keep_running(cache: RecurrentCache, memory: Memory) -> RecurrentCache:
+    """The cache with this running memory."""
+    return RecurrentCache(jax.tree.map(lambda ring, x: ring.at[:, 0, 0].set(x.astype(ring.dtype)), cache.ring, memory))
+
+
+def end_running(cache: RecurrentCache) -> RecurrentCache:
+    """The running memory in all rows of all columns: what the next position goes on from, wherever it looks."""
+    memory = running_memory(cache)
+    return RecurrentCache(
+        jax.tree.map(lambda ring, x: jnp.broadcast_to(x[:, None, None], ring.shape), cache.ring, memory)
+    )

@@ -10,6 +10,7 @@ from typing import Literal
 
 Dtype = Literal["float32", "bfloat16"]
 PipelineLayout = Literal["separate", "beside"]
+Proposal = Literal["top", "sample"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,9 @@ class DecodingConfig(PipelineConfig):
         seed: of the random numbers; a prompt's own do not depend on its neighbours.
         eos_ids: token ids that end a text (default: the model's).
         ignore_eos: forbid the ids that end a text, to the target and the draft alike.
+        width: branches of the draft tree that a pipeline column holds; 1 is a chain.
+        proposal: how a draft's branches come from its distribution when sampling: sample draws them without
+            replacement, top takes the likeliest. The text has the target's distribution with either.
     """
 
     limit: int | None = None
@@ -100,10 +104,12 @@ class DecodingConfig(PipelineConfig):
     seed: int = 0
     eos_ids: tuple[int, ...] | None = None
     ignore_eos: bool = False
+    width: int = 1
+    proposal: Proposal = "sample"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("limit", "batch"):
+        for name in ("limit", "batch", "width"):
             at_least(1, name, getattr(self, name))
         at_least(0, "max_new_tokens", self.max_new_tokens)
         at_least(0, "seed", self.seed)

@@ -32,7 +32,7 @@ from spd_jax.decode.sampling import (
     log_probs,
     row_keys,
 )
-from spd_jax.decode.state import IDLE, UNDRAFTED
+from spd_jax.decode.state import IDLE, UNDRAFTED, Log, empty_log, undrafted_entry
 from spd_jax.models.decoder import Decoder, Ropes, embed, run_layers
 from spd_jax.nn.attention import PREFILL_BLOCK, attend_by_position, cache_layout
 from spd_jax.nn.deltanet import Memory, Recurrence
@@ -126,8 +126,7 @@ class AutoregressiveDecoder:
                 state = grow(state, needed)
             state = struct.replace(state, active=jnp.asarray(batch.active))
             state, log = dispatch(self.weights, request, state)
-            event, token, log_prob = jax.device_get(log)
-            pieces = batch.extend(step, event, token, log_prob, np.full_like(token, -1))
+            pieces = batch.extend(step, jax.device_get(log))
             step += self.steps_per_dispatch
             generation.decode_seconds += time.perf_counter() - start
             yield from pieces
@@ -297,7 +296,7 @@ class _Programs:
         state = StepState(caches, token, lengths, ~ended, emitted, limit, keys)
         return state, token, log_prob
 
-    def step(self, model: Decoder, request: StepRequest, state: StepState) -> tuple[StepState, Any]:
+    def step(self, model: Decoder, request: StepRequest, state: StepState) -> tuple[StepState, Log]:
         """One token for every active sequence."""
         running = jnp.any(state.active)
         hidden, caches = self.rows(model, state.token[:, None], state.position, state.caches, running, None)
@@ -305,7 +304,7 @@ class _Programs:
         emitted = state.emitted + state.active.astype(jnp.int32)
         ended = jnp.any(token[:, None] == request.eos, axis=1) | (emitted >= state.limit)
         event = jnp.where(state.active, UNDRAFTED, IDLE).astype(jnp.int32)
-        log = (event, jnp.where(state.active, token, -1), log_prob)
+        log = undrafted_entry(event, jnp.where(state.active, token, -1), log_prob)
         new = StepState(
             caches=caches,
             token=jnp.where(state.active, token, state.token),
@@ -317,11 +316,10 @@ class _Programs:
         )
         return new, log
 
-    def dispatch(self, weights: Any, request: StepRequest, state: StepState) -> tuple[StepState, Any]:
+    def dispatch(self, weights: Any, request: StepRequest, state: StepState) -> tuple[StepState, Log]:
         """Up to `steps` steps, fewer when all sequences have ended; the log is `[steps, B]`."""
         model = nnx.merge(self.graphdef, weights)
-        shape = (self.steps, state.token.shape[0])
-        log = (jnp.zeros(shape, jnp.int32), jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32))
+        log = empty_log(self.steps, state.token.shape[0], 1)
 
         def body(carry: Any) -> Any:
             index, state, log = carry

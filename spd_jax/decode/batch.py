@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
-from spd_jax.decode.options import CycleRecord, Options, Piece, SequenceResult, Token
-from spd_jax.decode.state import IDLE, UNDRAFTED
+from spd_jax.decode.options import CycleRecord, ForcedColumn, Options, Piece, SequenceResult, Token
+from spd_jax.decode.state import IDLE, UNDRAFTED, Log
 
 SMALLEST_CAPACITY = 256
 
@@ -75,16 +76,18 @@ class Batch:
         words = [np.random.SeedSequence([self.options.seed, number]).generate_state(1)[0] for number in numbers]
         return np.asarray(words, np.uint32)
 
-    def forced(self, length: int) -> np.ndarray | None:
-        """Forced drafts by absolute position `[B, length]`, -1 where the module's own draft stands."""
+    def forced(self, length: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Forced columns by absolute position, tokens and parents' rows, `[B, length, W]`; token -1 for no node, and
+        everywhere for the module's own column."""
         if self.options.forced_drafts is None:
             return None
-        table = np.full((self.size, length), -1, np.int32)
+        shape = (self.size, length, self.options.tree.width)
+        tokens, parents = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
         for row, drafts in enumerate(self.options.forced_drafts):
-            start = len(self.prompts[row])
-            count = max(0, min(len(drafts), length - start))
-            table[row, start : start + count] = list(drafts)[:count]
-        return table
+            for position, column in zip(range(len(self.prompts[row]), length), drafts, strict=False):
+                for place, (parent, token) in enumerate(_nodes(column)):
+                    tokens[row, position, place], parents[row, position, place] = token, parent
+        return tokens, parents
 
     def longest(self) -> int:
         """Positions used so far by the longest sequence that is still active."""
@@ -97,20 +100,21 @@ class Batch:
             self.results[row].tokens.append(Token(int(ids[row]), 0, UNDRAFTED, float(log_probs[row])))
         return self._close(dict.fromkeys(map(int, np.flatnonzero(self.active)), 0))
 
-    def extend(
-        self, cycle: int, event: np.ndarray, token: np.ndarray, log_prob: np.ndarray, draft: np.ndarray
-    ) -> list[Piece]:
-        """Take in the log `[K, B]` of a dispatch that started after `cycle` cycles."""
+    def extend(self, cycle: int, log: Log) -> list[Piece]:
+        """Take in the log of a dispatch that started after `cycle` cycles."""
+        log = jax.tree.map(np.asarray, log)
         before = {int(row): len(self.results[row].tokens) for row in np.flatnonzero(self.active)}
         for row in before:
             result = self.results[row]
-            for step in np.flatnonzero(event[:, row] != IDLE):
-                verified = int(token[step, row])
-                result.records.append(CycleRecord(int(event[step, row]), verified, int(draft[step, row])))
+            for step in np.flatnonzero(log.event[:, row] != IDLE):
+                at = (int(step), row)
+                event, verified = int(log.event[at]), int(log.token[at])
+                drafts, parents = (tuple(column[at].tolist()) for column in (log.draft, log.parent))
+                counts = (int(count[at]) for count in (log.dropped, log.columns, log.live))
+                result.records.append(CycleRecord(event, verified, drafts, parents, *counts))
                 if verified >= 0:
-                    result.tokens.append(
-                        Token(verified, cycle + int(step) + 1, int(event[step, row]), float(log_prob[step, row]))
-                    )
+                    log_prob, branch = float(log.log_prob[at]), int(log.branch[at])
+                    result.tokens.append(Token(verified, cycle + at[0] + 1, event, log_prob, branch))
         return self._close(before)
 
     def _close(self, before: dict[int, int]) -> list[Piece]:
@@ -157,9 +161,7 @@ def make_batch(prompts: Sequence[Sequence[int]], options: Options, vocab_size: i
         if given is not None and len(given) != len(rows):
             raise BatchError(f"{name} has {len(given)} entries for {len(rows)} prompts")
     for index, drafts in enumerate(options.forced_drafts or ()):
-        wrong = [token for token in drafts if not -1 <= token < vocab_size]
-        if wrong:
-            raise BatchError(f"forced_drafts of prompt {index} hold id {wrong[0]}, allowed are -1..{vocab_size - 1}")
+        _check_forced(index, drafts, options.tree.width, vocab_size)
     room = np.asarray([max_length - len(row) for row in rows], np.int32)
     limits = room if options.max_new_tokens is None else np.minimum(room, options.max_new_tokens)
     batch = Batch(rows, options, limits.astype(np.int32), [SequenceResult(row) for row in rows], limits > 0)
@@ -167,3 +169,21 @@ def make_batch(prompts: Sequence[Sequence[int]], options: Options, vocab_size: i
         for result in batch.results:
             result.finish_reason = "length"
     return batch
+
+
+def _nodes(column: ForcedColumn) -> Sequence[tuple[int, int]]:
+    return [(0, column)] if isinstance(column, int | np.integer) else column
+
+
+def _check_forced(index: int, drafts: Sequence[ForcedColumn], width: int, vocab_size: int) -> None:
+    for column in drafts:
+        nodes = _nodes(column)
+        if len(nodes) > width:
+            raise BatchError(
+                f"forced_drafts of prompt {index} hold a column of {len(nodes)} rows, the width is {width}"
+            )
+        for parent, token in nodes:
+            if not -1 <= token < vocab_size:
+                raise BatchError(f"forced_drafts of prompt {index} hold id {token}, allowed are -1..{vocab_size - 1}")
+            if not 0 <= parent < width:
+                raise BatchError(f"forced_drafts of prompt {index} hold parent {parent}, rows are 0..{width - 1}")

@@ -1,10 +1,11 @@
 """The compute step of a cycle: this rank's stage layers on its one column, or the draft layers on the staircase.
 
-Stage: the column's new keys go into its window column; it attends to the committed region and to the columns before it.
-Draft: one row for each depth 0..n (row k is the position that has completed k stages; row n has just left the
-pipeline); rows attend to the draft's committed region and to each other by position. Only the departed row's keys are
-kept: they are final, the rest of the staircase is recomputed in every cycle. A gated delta net goes on from the memory
-after the position before its column's, and keeps the memory after it.
+Stage: the column's new keys go into its window column; its rows attend to the committed region and to the nodes that
+they descend from. Draft: the rows of every column in flight by depth 0..n - 1 (the position that has completed so many
+stages), and of the column that has just left the pipeline the one row that was right; they attend to the draft's
+committed region and to the nodes that they descend from. Only the departed row's keys are kept: they are final, the
+rest of the staircase is recomputed in every cycle. A gated delta net goes on from the memory of each row's parent, and
+keeps the memories after its column.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from spd_jax.config.model import AttentionConfig
 from spd_jax.decode import ranks
 from spd_jax.decode.roles import run_slots, stack_hiddens, switch_roles
 from spd_jax.decode.state import Control, DecodeState
+from spd_jax.decode.tree import column_positions, first_row, in_column
 from spd_jax.models.decoder import Ropes
 from spd_jax.nn.attention import attend_by_position, cache_layout
 from spd_jax.nn.decoder_layer import Past
@@ -30,23 +32,27 @@ from spd_jax.nn.layers import Attend, project
 from spd_jax.parallel.stack import PipelineParams, Program
 
 
-def column_positions(control: Control, columns: int) -> Array:
-    """`[B, C]`: the latest position <= newest that lives in each window column (it may have left the window's use)."""
-    newest = control.newest[:, None]
-    return newest - (newest - jnp.arange(columns, dtype=jnp.int32)) % columns
+def _descends(lineage_BTC: Array, width: int) -> Array:
+    """`[B, T, C * W]`: which nodes rows descend from (or are)."""
+    is_row = lineage_BTC[..., None] == jnp.arange(width, dtype=jnp.int32)
+    return is_row.reshape(*is_row.shape[:2], -1)
 
 
 def _stage_attend(cache: AttentionCache, control: Control, position_B: Array) -> Attend:
-    columns = cache.window.v.shape[2]
-    positions = column_positions(control, columns)
-    inside_BC = positions >= control.committed[:, None]
+    columns, width = cache.window.v.shape[2:4]
+    positions = column_positions(control.newest, columns)
+    inside = positions >= control.committed[:, None]
+    live = jnp.repeat(inside, width, axis=1)[:, None]
+    if width > 1:
+        live = live & _descends(in_column(control.nodes.lineage, position_B), width)
+    positions = jnp.repeat(positions, width, axis=1)
 
     def attend(q: Array, k: Array, v: Array, config: AttentionConfig) -> tuple[Array, Window]:
         k, v = cache_layout(k, v)
         window = write_column(cache.window, position_B % columns, position_B >= 0, k, v)
         asking = jnp.broadcast_to(position_B[:, None], q.shape[:2])
         prefix, rows = (cache.k, cache.v), window_rows(window)
-        mixed = attend_by_position(q, prefix, control.committed, rows, asking, positions, config, live_BC=inside_BC)
+        mixed = attend_by_position(q, prefix, control.committed, rows, asking, positions, config, live_BTC=live)
         return mixed, window
 
     return attend
@@ -55,10 +61,14 @@ def _stage_attend(cache: AttentionCache, control: Control, position_B: Array) ->
 def _stage_past(cache: LayerCache, control: Control, position_B: Array) -> Past:
     if isinstance(cache, AttentionCache):
         return _stage_attend(cache, control, position_B)
+    lineage, is_there = in_column(control.nodes.lineage, position_B), position_B >= 0
+    rows = jnp.broadcast_to(jnp.arange(lineage.shape[1], dtype=jnp.int32), lineage.shape[:2])
+    before = jnp.broadcast_to(((position_B - 1) % lineage.shape[2])[:, None, None], (*rows.shape, 1))
+    parents = jnp.take_along_axis(lineage, before, axis=2)[..., 0]
     # A row without a position changes nothing: it gets the memory of the column that it will be written back to.
-    before_B = jnp.where(position_B >= 0, position_B - 1, position_B)
-    memory = read_memory(cache, before_B % cache.ring.state.shape[1])
-    return Recurrence(memory, valid=(position_B >= 0)[:, None])
+    column = jnp.where(is_there, position_B - 1, position_B) % cache.ring.state.shape[1]
+    memory = read_memory(cache, column, jnp.where(is_there[:, None], parents, rows))
+    return Recurrence(memory, valid=jnp.broadcast_to(is_there[:, None], rows.shape), branches=True)
 
 
 def _unchanged(cache: LayerCache, position_B: Array) -> Any:
@@ -68,18 +78,34 @@ def _unchanged(cache: LayerCache, position_B: Array) -> Any:
     return read_memory(cache, position_B % cache.ring.state.shape[1])
 
 
-def _draft_past(cache: LayerCache, control: Control, positions_BT: Array) -> Past:
+def _staircase(control: Control) -> tuple[Array, Array | None]:
+    """Positions of the draft's rows `[B, n W + 1]` (by depth and row, the departed one last; -1: no column), and which
+    of them each descends from `[B, n W + 1, n W + 1]` (None: all before it)."""
+    nodes = control.nodes
+    columns, width = nodes.token.shape[1:]
+    in_flight = jnp.repeat(control.stage_position, width, axis=1)
+    positions = jnp.concatenate([in_flight, control.departed[:, None]], axis=1)
+    if width == 1:
+        return positions, None
+    stages = control.stage_position.shape[1]
+    lineage = jnp.take_along_axis(nodes.lineage, (control.stage_position % columns)[..., None, None], axis=1)
+    lineage = lineage.reshape(lineage.shape[0], stages * width, columns)
+    of_keys = jnp.take_along_axis(lineage, (in_flight % columns)[:, None], axis=2)  # [B, n W, n W]
+    descends = of_keys == jnp.tile(jnp.arange(width, dtype=jnp.int32), stages)
+    # All descend from the departed node; what it does not descend from comes after it.
+    return positions, jnp.pad(descends, ((0, 0), (0, 1), (0, 1)), constant_values=True)
+
+
+def _draft_past(cache: LayerCache, control: Control, positions_BT: Array, live_BTT: Array | None) -> Past:
     assert isinstance(cache, AttentionCache)  # draft layers attend to everything
-    return _draft_attend(cache, control, positions_BT)
-
-
-def _draft_attend(cache: AttentionCache, control: Control, positions_BT: Array) -> Attend:
     columns = cache.window.v.shape[2]
 
     def attend(q: Array, k: Array, v: Array, config: AttentionConfig) -> tuple[Array, Window]:
-        k, v = cache_layout(k, v)  # rows by depth, n + 1 of them
+        k, v = cache_layout(k, v)
         prefix = (cache.k, cache.v)
-        mixed = attend_by_position(q, prefix, control.drafted, (k, v), positions_BT, positions_BT, config)
+        mixed = attend_by_position(
+            q, prefix, control.drafted, (k, v), positions_BT, positions_BT, config, live_BTC=live_BTT
+        )
         departed = (control.drafted % columns, control.departed >= 0)
         return mixed, write_column(cache.window, *departed, k[..., -1:], v[:, :, -1:])
 
@@ -100,8 +126,8 @@ def compute(
 
     Returns:
         hidden states after each of the stage's layers `[slots, B, W, D]` (zeros without a stage), the draft's hidden
-        state at the newest position `[B, W, D]` (zeros elsewhere), what all slots keep (the window of attention, the
-        memory of a gated delta net), and whether all that counts is finite: `[2]`, of the stage and of the draft.
+        states of the newest column `[B, W, D]` (zeros elsewhere), what all slots keep (the window of attention, the
+        memories of a gated delta net), and whether all that counts is finite: `[2]`, of the stage and of the draft.
     """
     control, taps, table = state.control, state.taps, program.slots
     batch, width, size = state.hidden.shape
@@ -119,21 +145,24 @@ def compute(
         )
         return stack_hiddens(hiddens, table.max_stage_slots), kept
 
-    positions = jnp.concatenate([control.stage_position, control.departed[:, None]], axis=1)  # by depth 0..n
+    positions, live = _staircase(control)
 
     def draft(slots: tuple[int, ...]) -> tuple[Array, dict[int, Any]]:
         newest = project(taps.newest, params.newest)
-        x_BTD = jnp.concatenate([newest[:, None], taps.features], axis=1)[:, :, 0]
+        in_flight = jnp.concatenate([newest[:, None], taps.features[:, :-1]], axis=1).reshape(batch, -1, size)
+        row = first_row(in_column(control.nodes.alive, control.departed))
+        departed = jnp.take_along_axis(taps.features[:, -1], row[:, None, None], axis=1)
         hiddens, kept = run_slots(
             slots,
             kinds,
             params.slots,
-            x_BTD,
+            jnp.concatenate([in_flight, departed], axis=1),
             Ropes(positions),
-            lambda s: _draft_past(state.caches[s], control, positions),
+            lambda s: _draft_past(state.caches[s], control, positions, live),
         )
-        row = jnp.argmax(control.stage_position, axis=1)  # depth of the newest position: 0 without bubbles
-        return jnp.take_along_axis(hiddens[-1], row[:, None, None], axis=1), kept
+        depth = jnp.argmax(control.stage_position, axis=1)  # of the newest position: 0 without bubbles
+        rows = hiddens[-1][:, :-1].reshape(batch, -1, width, size)
+        return jnp.take_along_axis(rows, depth[:, None, None, None], axis=1)[:, 0], kept
 
     dtype = state.hidden.dtype
     drafting = jnp.any(control.active) & (program.plan.num_stages > 1)

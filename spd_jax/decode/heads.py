@@ -1,4 +1,4 @@
-"""The heads step: local logits of both heads, filtering, verification of one draft and the draw of the next.
+"""The heads step: local logits of both heads, filtering, verification of one column and candidates for the next.
 
 Both heads are sharded over the vocabulary on all ranks, so this step costs 1/R of what one rank would need for it.
 Knows neither layers nor caches: it starts from the two hidden states of the exchange and ends with tokens.
@@ -13,16 +13,22 @@ from jaxtyping import Array, Bool, Float, Int
 
 from spd_jax import struct
 from spd_jax.decode.sampling import (
+    DRAFT,
     TARGET,
     SamplingMode,
     SamplingNumbers,
     best,
+    best_few,
     best_of_ranks,
     gumbel,
+    gumbel_rows,
+    join_normalisers,
     log_normaliser,
     log_probs,
+    normaliser_share,
 )
-from spd_jax.decode.verify import Verdict, not_numbers, verify_greedy, verify_sampled
+from spd_jax.decode.tree import CHAIN, Proposals, Tree, in_column
+from spd_jax.decode.verify import Siblings, Verdict, not_numbers, verify_by_name, verify_by_trial
 from spd_jax.nn.layers import rms_norm
 from spd_jax.parallel.mesh import gather_ranks
 from spd_jax.parallel.stack import PipelineParams, Program
@@ -31,20 +37,35 @@ from spd_jax.parallel.vocab import local_ids, masked_logits, spread_draft
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """Static facts of a decode program: how tokens are chosen, and what is recorded."""
+    """Static facts of a decode program: how tokens are chosen, what is recorded, and how drafts branch."""
 
     sampling: SamplingMode
     log_probs: bool = False
+    tree: Tree = CHAIN
+
+    @property
+    def draws(self) -> bool:
+        """Whether drafts are drawn (and q has to be kept until they are verified)."""
+        return not self.sampling.greedy and self.tree.proposal == "sample"
+
+
+@struct.dataclass
+class Forced:
+    """Columns that replace the module's own: tokens and their parents' rows, `[B, P, W]` by position or `[B, W]` of one
+    (token -1: no node; a column without nodes is not replaced)."""
+
+    token: Array
+    parent: Array
 
 
 @struct.dataclass
 class Request:
-    """Traced facts of a generation: sampling numbers, ids that end a sequence `[E]` (padded with -1), and drafts that
-    replace the module's own, `[B, P]` by position (-1: not replaced; None: no such thing in the program)."""
+    """Traced facts of a generation: sampling numbers, ids that end a sequence `[E]` (padded with -1), and columns that
+    replace the module's own (None: no such thing in the program)."""
 
     numbers: SamplingNumbers
     eos: Array
-    forced: Array | None
+    forced: Forced | None
 
 
 def target_logits(program: Program, params: PipelineParams, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
@@ -55,15 +76,16 @@ def target_logits(program: Program, params: PipelineParams, hidden_BD: Float[Arr
 
 
 def both_logits(
-    program: Program, params: PipelineParams, final_BD: Float[Array, "B D"], draft_BD: Float[Array, "B D"]
-) -> tuple[Float[Array, "B V"], Float[Array, "B U"], Int[Array, " U"]]:
+    program: Program, params: PipelineParams, final_BD: Float[Array, "B D"], draft_BWD: Float[Array, "B W D"]
+) -> tuple[Float[Array, "B V"], Float[Array, "B W U"], Int[Array, " U"]]:
     """Local target logits, local draft logits and the rows of the target's share that the latter belong to."""
     if program.shared_head:  # the same rows score both: read them once
-        both = target_logits(program, params, jnp.concatenate([final_BD, draft_BD]))
-        target, draft = jnp.split(both, 2)
+        batch, width, size = draft_BWD.shape
+        both = target_logits(program, params, jnp.concatenate([final_BD, draft_BWD.reshape(-1, size)]))
+        target, draft = both[:batch], both[batch:].reshape(batch, width, -1)
         return target, draft, jnp.arange(draft.shape[-1], dtype=jnp.int32)
     assert params.draft_head is not None
-    normed = rms_norm(draft_BD, params.final_norm, program.target.norm)
+    normed = rms_norm(draft_BWD, params.final_norm, program.target.norm)
     share = params.draft_share
     allowed = (share >= 0) & params.allowed[jnp.maximum(share, 0)]
     draft = masked_logits(normed, params.draft_head, allowed, program.target.logit_cap)
@@ -101,15 +123,17 @@ def token_log_prob(mode: Mode, logits: Float[Array, "B V"], ids: Array, token_B:
 
 @struct.dataclass
 class Question:
-    """What is to be verified and drafted, per sequence: the tested token (anything where nothing is tested), its
-    position, the position to draft for, the window column of each, and the forced draft (None: no such thing)."""
+    """What is to be verified and drafted, per sequence: the drafts tested for `target_position`, the row of the node
+    that leaves (their parent), the position to draft for, a number that no draw for it has had before (`[B, W]`), and
+    the forced column (None: no such thing)."""
 
-    tested: Array
-    is_tested: Array
+    tested: Siblings
     target_position: Array
+    leaving_row: Array
     draft_position: Array
+    draw: Array
     keys: Array
-    forced: Array | None
+    forced: Forced | None
 
 
 def answer(
@@ -118,59 +142,90 @@ def answer(
     mode: Mode,
     request: Request,
     final_BD: Float[Array, "B D"],
-    draft_BD: Float[Array, "B D"],
+    draft_BWD: Float[Array, "B W D"],
     question: Question,
-    log_q_BCV: Float[Array, "B C V"] | None,
-) -> tuple[Verdict, Float[Array, " B"], Float[Array, "B C V"] | None]:
-    """Verify and draft; returns the verdict, the log-probability of the verified token and the stored q's."""
-    logits, draft_logits, share = both_logits(program, params, final_BD, draft_BD)
+    log_q_BCWV: Float[Array, "B C W V"] | None,
+) -> tuple[Verdict, Proposals, Float[Array, " B"], Float[Array, "B C W V"] | None]:
+    """Verify and propose; returns the verdict, candidates for the next column, the log-probability of the verified
+    token and the stored q's."""
+    logits, draft_logits, share = both_logits(program, params, final_BD, draft_BWD)
     ids = local_ids(logits.shape[-1])
     if mode.sampling.greedy:
-        draft_ids = ids[jnp.maximum(share, 0)]
-        verdict = verify_greedy(logits, ids, draft_logits, draft_ids, question.tested, gather_ranks)
-        if question.forced is not None:
-            verdict = struct.replace(verdict, draft=jnp.where(question.forced >= 0, question.forced, verdict.draft))
+        verdict, found = answer_greedy(logits, draft_logits, ids, ids[jnp.maximum(share, 0)], question.tested)
     else:
-        assert log_q_BCV is not None
-        verdict, log_q_BCV = _answer_sampled(
-            program, params, mode, request, logits, draft_logits, ids, question, log_q_BCV
-        )
-    emitted = jnp.where(verdict.accept & question.is_tested, question.tested, verdict.token)
-    return verdict, token_log_prob(mode, logits, ids, emitted), log_q_BCV
+        full = draft_logits if program.shared_head else spread_draft(draft_logits, params.draft_row)
+        # p and q go through the same filters, and share their collectives.
+        rows = jnp.concatenate([logits[:, None], full], axis=1)
+        filtered = log_probs(rows, ids, mode.sampling, request.numbers, gather_ranks)
+        log_p, log_q = filtered[:, 0], filtered[:, 1:]
+        if log_q_BCWV is None:
+            verdict, found = _answer_by_name(log_p, log_q, ids, question)
+        else:
+            verdict, found, log_q_BCWV = _answer_by_trial(log_p, log_q, ids, question, log_q_BCWV)
+    return verdict, found, token_log_prob(mode, logits, ids, verdict.token), log_q_BCWV
 
 
-def _answer_sampled(
-    program: Program,
-    params: PipelineParams,
-    mode: Mode,
-    request: Request,
-    logits: Array,
-    draft_logits: Array,
-    ids: Array,
-    question: Question,
-    log_q_BCV: Array,
-) -> tuple[Verdict, Array]:
-    full = draft_logits if program.shared_head else spread_draft(draft_logits, params.draft_row)
-    # p and q go through the same filters, and share their collectives.
-    filtered = log_probs(jnp.stack([logits, full]), ids, mode.sampling, request.numbers, gather_ranks)
-    log_p, log_q = filtered[0], filtered[1]
-    if question.forced is not None:
-        certain = jnp.where(ids == question.forced[:, None], 0.0, -jnp.inf)
-        log_q = jnp.where((question.forced >= 0)[:, None], certain, log_q)
-    columns = program.plan.num_columns
-    tested_column = question.target_position % columns
-    log_q_tested = jnp.take_along_axis(log_q_BCV, tested_column[:, None, None], axis=1)[:, 0]
-    verdict = verify_sampled(
+def _of_ranks(x: Array) -> Array:
+    """`[R, B, W, K]` -> `[B, W, R * K]`."""
+    moved = jnp.moveaxis(x, 0, 2)
+    return moved.reshape(*moved.shape[:2], -1)
+
+
+def answer_greedy(
+    logits: Float[Array, "B V"],
+    draft_logits: Float[Array, "B W U"],
+    ids: Int[Array, " V"],
+    draft_ids: Int[Array, " U"],
+    tested: Siblings,
+) -> tuple[Verdict, Proposals]:
+    """The target's likeliest token, and the draft's likeliest for every row."""
+    width = draft_logits.shape[1]
+    values, where = best_few(draft_logits, width)
+    # A chain needs no probabilities: its only child is the best.
+    normaliser = normaliser_share(draft_logits) if width > 1 else None
+    verdict, others = verify_by_name(logits, ids, tested, gather_ranks, (values, draft_ids[where], normaliser))
+    values, winners, normaliser = others
+    fault = verdict.fault | not_numbers(values)
+    values = _of_ranks(values)
+    if normaliser is not None:
+        values = values - join_normalisers(*normaliser)
+    return struct.replace(verdict, fault=fault), Proposals(_of_ranks(winners), values, None)
+
+
+def _answer_by_name(log_p: Array, log_q: Array, ids: Array, question: Question) -> tuple[Verdict, Proposals]:
+    values, where = best_few(log_q, log_q.shape[1])
+    scores = log_p + gumbel(question.keys, question.target_position, TARGET, ids)
+    verdict, (values, winners) = verify_by_name(scores, ids, question.tested, gather_ranks, (values, ids[where]))
+    fault = verdict.fault | not_numbers(values)
+    return struct.replace(verdict, fault=fault), Proposals(_of_ranks(winners), _of_ranks(values), None)
+
+
+def _answer_by_trial(
+    log_p: Array, log_q: Array, ids: Array, question: Question, log_q_BCWV: Array
+) -> tuple[Verdict, Proposals, Array]:
+    columns, width = log_q_BCWV.shape[1:3]
+    if width == 1:
+        if question.forced is not None:
+            certain = jnp.where(ids == question.forced.token[..., None], 0.0, -jnp.inf)
+            log_q = jnp.where((question.forced.token >= 0)[..., None], certain, log_q)
+        noise = gumbel(question.keys, question.draft_position, DRAFT, ids)[:, None]
+    else:
+        noise = gumbel_rows(question.keys, question.draft_position, DRAFT, question.draw, ids)
+    values, where = best_few(log_q + noise, width)
+    drawn_from = jnp.take_along_axis(
+        in_column(log_q_BCWV, question.target_position), question.leaving_row[:, None, None], axis=1
+    )[:, 0]
+    verdict, (values, winners, found_log_q) = verify_by_trial(
         log_p,
-        log_q_tested,
-        log_q,
+        drawn_from,
         ids,
         question.tested,
-        question.is_tested,
         question.target_position,
-        question.draft_position,
         question.keys,
         gather_ranks,
+        (values, ids[where], jnp.take_along_axis(log_q, where, axis=-1)),
     )
+    fault = verdict.fault | not_numbers(values)
+    found = Proposals(_of_ranks(winners), _of_ranks(values), _of_ranks(found_log_q))
     here = jnp.arange(columns) == (question.draft_position % columns)[:, None]
-    return verdict, jnp.where(here[..., None], log_q[:, None], log_q_BCV)
+    return struct.replace(verdict, fault=fault), found, jnp.where(here[..., None, None], log_q[:, None], log_q_BCWV)

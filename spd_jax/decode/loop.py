@@ -20,7 +20,7 @@ from jaxtyping import Array
 from spd_jax import struct
 from spd_jax.cache.layer import capacity_of
 from spd_jax.decode.batch import Batch, bucket, make_batch
-from spd_jax.decode.heads import Mode, Request
+from spd_jax.decode.heads import Forced, Mode, Request
 from spd_jax.decode.options import Generation, Options, Piece
 from spd_jax.decode.programs import grow_state, make_caches, make_dispatch, make_prefill
 from spd_jax.decode.state import DecodeState
@@ -32,6 +32,11 @@ from spd_jax.plan import StagePlan
 
 class FaultError(ArithmeticError):
     """A rank produced a number that is not finite; names the rank and its stage and layers, its draft or its heads."""
+
+
+def mode_of(options: Options) -> Mode:
+    """What of a request decides about the programs."""
+    return Mode(options.sampling.mode, options.log_probs, options.tree)
 
 
 class PipelineDecoder:
@@ -106,7 +111,7 @@ class PipelineDecoder:
             return
         start = time.perf_counter()
         request, banned = self.request(batch)
-        mode = Mode(options.sampling.mode, options.log_probs)
+        mode = mode_of(options)
         state, token, log_prob = self.prefill(batch, mode, request, banned)
         token, log_prob, fault = jax.device_get((token, log_prob, state.control.fault))
         self._check(fault, state)
@@ -120,7 +125,7 @@ class PipelineDecoder:
             state, log = self.dispatch(mode)(self.params, request, state, banned)
             log, fault = jax.device_get((log, state.control.fault))
             self._check(fault, state)
-            pieces = batch.extend(cycle, log.event, log.token, log.log_prob, log.draft)
+            pieces = batch.extend(cycle, log)
             cycle += self.cycles_per_dispatch
             generation.decode_seconds += time.perf_counter() - start
             yield from pieces
@@ -135,7 +140,7 @@ class PipelineDecoder:
         batch = make_batch(prompts, options, self.program.target.vocab_size, self.max_length)
         longest = int((batch.lengths + batch.limits).max()) - 1  # used before the last dispatch
         request, banned = self.request(batch)
-        mode = Mode(options.sampling.mode, options.log_probs)
+        mode = mode_of(options)
         first, last = self._capacity(batch), bucket(self._positions_needed(longest))
         shapes = tuple(x.shape for x in jax.tree.leaves((request, banned)))
         key = (mode, batch.size, first, last, shapes)
@@ -157,7 +162,7 @@ class PipelineDecoder:
         request = Request(
             batch.options.sampling.numbers(),
             jnp.asarray(batch.eos_ids),
-            None if forced is None else jnp.asarray(forced),
+            None if forced is None else Forced(*map(jnp.asarray, forced)),
         )
         return jax.device_put((request, jnp.asarray(batch.banned_ids)), replicated(self.mesh))
 
@@ -167,7 +172,7 @@ class PipelineDecoder:
             self._prefills[mode] = make_prefill(self.program, mode, self.mesh, self.prefill_chunk)
         capacity = self._capacity(batch)
         dtype = self.params.embedding.dtype
-        caches = make_caches(self.program, self.mesh, batch.size, capacity, 1, dtype)
+        caches = make_caches(self.program, self.mesh, batch.size, capacity, mode.tree.width, dtype)
         arrays = (batch.padded_ids(capacity), batch.lengths, batch.limits, batch.seeds())
         placed = jax.device_put(arrays, replicated(self.mesh))
         return self._prefills[mode](self.params, request, caches, *placed, banned)

@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 
 from spd_jax.decode.sampling import Sampling
 from spd_jax.decode.state import ACCEPTED, REJECTED, UNDRAFTED
+from spd_jax.decode.tree import CHAIN, Tree
 
 StopCheck = Callable[[int, Sequence[int]], int | None]
 """(sequence, generated ids) -> how many ids to keep if the sequence must end here, else None."""
+ForcedColumn = int | Sequence[tuple[int, int]]
+"""A token as the only child of row 0 (-1: the module's own column), or (parent's row, token) for each row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,8 +22,11 @@ class Options:
     `max_new_tokens` None means to the end of the context. `eos_ids` end a sequence and are kept as its last token;
     `ignore_eos` forbids them instead, to the target and the draft alike. `seed` and `sequences` (a number for each
     prompt, default its index) fix the random numbers. `stop` is asked after every dispatch. `forced_drafts` replaces
-    drafts: for each sequence, the token to propose at each generated position, -1 for the module's own (tests and
-    demonstrations).
+    drafts: for each sequence, the column to propose at each generated position (tests and demonstrations). `tree` says
+    how drafts branch.
+
+    Raises:
+        ValueError: max_new_tokens below 0; forced drafts where a tree's drafts are drawn, which would not be exact.
     """
 
     max_new_tokens: int | None = None
@@ -31,9 +37,13 @@ class Options:
     sequences: tuple[int, ...] | None = None
     log_probs: bool = False
     stop: StopCheck | None = None
-    forced_drafts: Sequence[Sequence[int]] | None = None
+    forced_drafts: Sequence[Sequence[ForcedColumn]] | None = None
+    tree: Tree = CHAIN
 
     def __post_init__(self) -> None:
+        drawn = self.sampling.temperature > 0.0 and self.tree.width > 1 and self.tree.proposal == "sample"
+        if self.forced_drafts is not None and drawn:
+            raise ValueError("forced drafts are not drawn from q: give the tree proposal 'top', or temperature 0")
         if self.max_new_tokens is not None and self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must be >= 0, or none for the whole context, found {self.max_new_tokens}")
 
@@ -41,21 +51,34 @@ class Options:
 @dataclasses.dataclass(frozen=True)
 class Token:
     """One generated token: its id, the cycle that verified it (0: prefill), how (`state.Log` events; the first token
-    counts as undrafted), and its log-probability under the target if asked for."""
+    counts as undrafted), its log-probability under the target if asked for, and the rank among its siblings of the
+    draft that was right (0 the best, -1 none)."""
 
     id: int
     cycle: int
     event: int
     log_prob: float
+    branch: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
 class CycleRecord:
-    """What one cycle did to one sequence: event, token verified and token drafted (-1: none)."""
+    """What one cycle did to one sequence, as `state.Log` has it: event, token verified (-1: none), the column drafted
+    (tokens and their parents' rows, -1: no node), columns that the verdict dropped, columns and live rows in flight
+    after it."""
 
     event: int
     token: int
-    draft: int
+    drafts: tuple[int, ...]
+    parents: tuple[int, ...]
+    dropped: int
+    columns: int
+    live: int
+
+    @property
+    def draft(self) -> int:
+        """The best drafted token (-1: none)."""
+        return self.drafts[0]
 
 
 @dataclasses.dataclass

@@ -21,16 +21,17 @@ from jaxtyping import Array, Int
 from spd_jax import struct
 from spd_jax.cache.entries import AttentionCache, write_chunk
 from spd_jax.cache.layer import LayerCache
-from spd_jax.cache.recurrent import RecurrentCache, fill_columns, read_memory, write_memory
+from spd_jax.cache.recurrent import RecurrentCache, end_running, keep_running, running_memory
 from spd_jax.config.model import AttentionConfig
 from spd_jax.decode import ranks
 from spd_jax.decode.heads import Mode, Request, first_token
 from spd_jax.decode.roles import run_slots, stack_hiddens, switch_roles
 from spd_jax.decode.state import Control, DecodeState, Taps
+from spd_jax.decode.tree import enter_column, lone_child, no_nodes
 from spd_jax.models.decoder import Ropes, embed
 from spd_jax.nn.attention import PREFILL_BLOCK, attend_by_position, cache_layout
 from spd_jax.nn.decoder_layer import Past
-from spd_jax.nn.deltanet import Memory, Recurrence
+from spd_jax.nn.deltanet import Recurrence
 from spd_jax.nn.layers import Attend, project
 from spd_jax.parallel.mesh import AXIS, gather_ranks, psum_packed, shift, varying
 from spd_jax.parallel.stack import PipelineParams, Program
@@ -62,14 +63,10 @@ def _attend(cache: AttentionCache, start: Array, batch: int, length: int) -> Att
     return attend
 
 
-def _running(cache: RecurrentCache) -> Memory:
-    return read_memory(cache, jnp.zeros((cache.ring.state.shape[0],), jnp.int32))
-
-
 def _past(cache: LayerCache, start: Array, lengths_B: Array, length: int) -> Past:
     if isinstance(cache, AttentionCache):
         return _attend(cache, start, lengths_B.shape[0], length)
-    memory = jax.tree.map(lambda x: jnp.where(start == 0, jnp.zeros((), x.dtype), x), _running(cache))
+    memory = jax.tree.map(lambda x: jnp.where(start == 0, jnp.zeros((), x.dtype), x), running_memory(cache))
     return Recurrence(memory, valid=start + jnp.arange(length, dtype=jnp.int32) < lengths_B[:, None])
 
 
@@ -114,7 +111,7 @@ class _Work:
         """What a slot keeps that does not run: keys and values of nothing, or the memory that it had."""
         cache = self.caches[slot]
         if isinstance(cache, RecurrentCache):
-            return _running(cache)
+            return running_memory(cache)
         kind, (batch, length, _) = self.program.slots.kinds[slot].attention, self.stage_input.shape
         front, dtype = (batch, kind.num_kv_heads), self.stage_input.dtype
         return jnp.zeros((*front, kind.head_dim, length), dtype), jnp.zeros((*front, length, kind.head_dim), dtype)
@@ -186,7 +183,7 @@ def prefill_chunks(
         written: list[LayerCache] = []
         for slot, cache in enumerate(carry.caches):
             if isinstance(cache, RecurrentCache):
-                written.append(write_memory(cache, jnp.zeros_like(lengths_B), kept[slot]))
+                written.append(keep_running(cache, kept[slot]))
                 continue
             where_to = jnp.where(draft_slot[slot], draft_start, stage_start)
             valid = jnp.where(draft_slot[slot], draft_valid, stage_valid)
@@ -196,7 +193,7 @@ def prefill_chunks(
     ring = jnp.zeros((batch, chunk, 1 + anchors, size), dtype)
     start = _Carry(caches, varying(ring), varying(jnp.zeros((batch, size), dtype)), varying(jnp.bool_(True)))
     end = jax.lax.fori_loop(0, chunks + plan.num_stages, tick, start)
-    caches = tuple(fill_columns(c, _running(c)) if isinstance(c, RecurrentCache) else c for c in end.caches)
+    caches = tuple(end_running(c) if isinstance(c, RecurrentCache) else c for c in end.caches)
     return caches, jax.lax.psum(end.final, AXIS), end.finite
 
 
@@ -229,7 +226,8 @@ def prefill(
     finished = jnp.any(token[:, None] == request.eos, axis=1) | (limit_B <= 1)
     stage_fault = gather_ranks((~finite).astype(jnp.int32)) != 0
     fault = jnp.stack([stage_fault, jnp.zeros_like(stage_fault), head_fault], axis=1)
-    here = jnp.arange(columns) == (lengths_B % columns)[:, None]
+    width = mode.tree.width
+    root = lone_child(token, jnp.zeros_like(lengths_B), width)
     alone = jnp.concatenate([lengths_B[:, None], jnp.full((batch, stages - 1), -1, jnp.int32)], axis=1)
     control = Control(
         stage_position=jnp.where(finished[:, None], -1, alone),
@@ -237,7 +235,8 @@ def prefill(
         committed=lengths_B,
         drafted=lengths_B,
         newest=lengths_B,
-        token=jnp.where(here, token[:, None], 0)[..., None],
+        nodes=enter_column(no_nodes(batch, columns, width), lengths_B, jnp.ones((batch,), bool), root),
+        drops=jnp.zeros((batch,), jnp.int32),
         emitted=jnp.ones((batch,), jnp.int32),
         active=~finished,
         limit=limit_B,
@@ -245,13 +244,13 @@ def prefill(
         cycle=jnp.int32(0),
         fault=fault,
     )
-    embedding = embed(psum_packed(local_embedding(params.embedding, token))[:, None], program.target)
+    embedding = embed(psum_packed(local_embedding(params.embedding, root.token)), program.target)
     taps = Taps(
-        taps=jnp.zeros((batch, stages, 1, len(plan.anchors), size), dtype),
-        features=jnp.zeros((batch, stages, 1, size), dtype),
+        taps=jnp.zeros((batch, stages, width, len(plan.anchors), size), dtype),
+        features=jnp.zeros((batch, stages, width, size), dtype),
         newest=embedding,
     )
     log_q = None
-    if not mode.sampling.greedy:
-        log_q = varying(jnp.full((batch, columns, params.embedding.shape[0]), -jnp.inf, jnp.float32))
+    if mode.draws:
+        log_q = varying(jnp.full((batch, columns, width, params.embedding.shape[0]), -jnp.inf, jnp.float32))
     return DecodeState(control, taps, varying(embedding), caches, log_q), token, log_prob

@@ -46,7 +46,7 @@ def params_spec() -> PipelineParams:
 
 def state_spec(mode: Mode) -> DecodeState:
     """Partitioning of the decode state, as a tree prefix."""
-    log_q = None if mode.sampling.greedy else SHARDED
+    log_q = SHARDED if mode.draws else None
     return _prefix(DecodeState, control=REPLICATED, taps=REPLICATED, hidden=SHARDED, caches=SHARDED, log_q=log_q)
 
 
@@ -110,7 +110,7 @@ def make_dispatch(program: Program, mode: Mode, mesh: Mesh, cycles: int) -> Call
     def body(params, request, state, banned):
         local = _ban(local_params(params), banned)
         state = local_state(state)
-        log = empty_log(cycles, state.control.active.shape[0])
+        log = empty_log(cycles, state.control.active.shape[0], mode.tree.width)
 
         def more(carry: tuple[Array, DecodeState, Log]) -> Array:
             index, state, _ = carry

@@ -134,22 +134,43 @@ def _last(gathered: Array) -> Array:
 
 def log_normaliser(logits: Float[Array, "... V"], gather: Gather = one_device) -> Float[Array, "... 1"]:
     """log sum exp over all ranks' ids, with the last axis kept."""
+    return join_normalisers(*gather(normaliser_share(logits)))
+
+
+def normaliser_share(logits: Float[Array, "... V"]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """This rank's part of the normaliser: its largest logit, and the sum of exponentials relative to it."""
     largest = jnp.max(logits, axis=-1)
     base = jnp.where(jnp.isfinite(largest), largest, 0.0)  # a share without a finite logit
-    total = jnp.sum(jnp.exp(logits - base[..., None]), axis=-1)
-    bases, totals = gather((base, total))
-    top = jnp.max(bases, axis=0)
-    return (top + jnp.log(jnp.sum(totals * jnp.exp(bases - top), axis=0)))[..., None]
+    return base, jnp.sum(jnp.exp(logits - base[..., None]), axis=-1)
+
+
+def join_normalisers(bases_R: Float[Array, "R ..."], totals_R: Float[Array, "R ..."]) -> Float[Array, "... 1"]:
+    """log sum exp from all ranks' parts."""
+    top = jnp.max(bases_R, axis=0)
+    return (top + jnp.log(jnp.sum(totals_R * jnp.exp(bases_R - top), axis=0)))[..., None]
 
 
 def best(scores: Float[Array, "... V"], ids: Int[Array, " V"]) -> tuple[Array, Array]:
     """Largest score of this rank and its id; the lowest id wins ties, a NaN wins over numbers."""
+    top, where = _best(scores)
+    return top, ids[where]
+
+
+def _best(scores: Array) -> tuple[Array, Array]:
     top = jnp.max(scores, axis=-1)
     # argmax in two passes that XLA's CPU backend vectorises; its own argmax is a scalar loop, 2.5 times slower.
     numbers = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     wins = (scores == top[..., None]) | jnp.isnan(scores)
-    where = jnp.min(jnp.where(wins, numbers, jnp.iinfo(jnp.int32).max), axis=-1)
-    return top, ids[where]
+    return top, jnp.min(jnp.where(wins, numbers, jnp.iinfo(jnp.int32).max), axis=-1)
+
+
+def best_few(scores: Float[Array, "... V"], count: int) -> tuple[Array, Array]:
+    """The `count` largest scores of this rank (all, if it has fewer) and where they are, `[..., count]`, as `best`."""
+    if count > 1:
+        values, where = jax.lax.top_k(scores, min(count, scores.shape[-1]))
+        return values, where
+    top, where = _best(scores)
+    return top[..., None], where[..., None]
 
 
 def best_of_ranks(values_R: Float[Array, "R ..."], ids_R: Int[Array, "R ..."]) -> tuple[Array, Array]:
@@ -163,24 +184,39 @@ def row_keys(seeds_B: UInt32[Array, " B"]) -> Array:
     return jax.vmap(jax.random.key)(seeds_B)
 
 
-def _keys(keys_B: Array, positions_B: Int[Array, " B"], purpose: int) -> Array:
-    return jax.vmap(lambda key, position: jax.random.fold_in(jax.random.fold_in(key, position), purpose))(
-        keys_B, positions_B
-    )
+def _keys(keys_B: Array, positions_B: Int[Array, " B"], *purpose: int) -> Array:
+    def of_row(key: Array, position: Array) -> Array:
+        key = jax.random.fold_in(key, position)
+        for number in purpose:
+            key = jax.random.fold_in(key, number)
+        return key
+
+    return jax.vmap(of_row)(keys_B, positions_B)
 
 
-def uniform(keys_B: Array, positions_B: Int[Array, " B"], purpose: int) -> Float[Array, " B"]:
-    """One uniform number in [0, 1) for every sequence."""
-    return jax.vmap(jax.random.uniform)(_keys(keys_B, positions_B, purpose))
+def uniform(keys_B: Array, positions_B: Int[Array, " B"], purpose: int, trial: int = 0) -> Float[Array, " B"]:
+    """One uniform number in [0, 1) for every sequence (and trial)."""
+    numbers = (purpose, trial) if trial else (purpose,)
+    return jax.vmap(jax.random.uniform)(_keys(keys_B, positions_B, *numbers))
 
 
 def gumbel(
     keys_B: Array, positions_B: Int[Array, " B"], purpose: int, ids: Int[Array, " V"] | Int[Array, "B V"]
 ) -> Float[Array, "B V"]:
     """Standard Gumbel numbers for these ids, or for each sequence's own: argmax(log p + gumbel) is a draw from p."""
+    return _gumbel(_keys(keys_B, positions_B, purpose), ids)
 
+
+def gumbel_rows(
+    keys_B: Array, positions_B: Int[Array, " B"], purpose: int, draw_BW: Int[Array, "B W"], ids: Int[Array, " V"]
+) -> Float[Array, "B W V"]:
+    """`gumbel` for W draws of a position, each with a number of its own."""
+    keys_BW = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(_keys(keys_B, positions_B, purpose), draw_BW)
+    return _gumbel(keys_BW.reshape(-1), ids).reshape(*draw_BW.shape, -1)
+
+
+def _gumbel(keys_B: Array, ids: Array) -> Array:
     def of_id(key: Array, token: Array) -> Array:
         return jax.random.gumbel(jax.random.fold_in(key, token))
 
-    of_row = jax.vmap(jax.vmap(of_id, (None, 0)), (0, None if ids.ndim == 1 else 0))
-    return of_row(_keys(keys_B, positions_B, purpose), ids)
+    return jax.vmap(jax.vmap(of_id, (None, 0)), (0, None if ids.ndim == 1 else 0))(keys_B, ids)

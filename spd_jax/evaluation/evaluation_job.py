@@ -18,6 +18,7 @@ from spd_jax.decode.assemble import OWN_HEAD, Engine, open_engine
 from spd_jax.decode.options import Options
 from spd_jax.decode.sampling import Sampling
 from spd_jax.decode.scripted import parse_script
+from spd_jax.decode.tree import Tree
 from spd_jax.evaluation.loading import end_ids
 from spd_jax.evaluation.prompts import Prompt, PromptError, encode_later_turn, encode_prompt, read_prompts
 from spd_jax.evaluation.report import counted
@@ -132,6 +133,7 @@ def prepare_evaluation(config: EvaluateConfig) -> EvaluationJob:
         eos_ids=eos,
         ignore_eos=config.ignore_eos,
         seed=config.seed,
+        tree=Tree(config.width, config.proposal),
     )
     settings = _settings(config, engine, eos)
     folder = Path(config.out)
@@ -207,6 +209,8 @@ def _settings(config: EvaluateConfig, engine: Engine, eos: Sequence[int]) -> dic
 def _files(job: EvaluationJob, folder: Path) -> dict[str, SampleFile]:
     config, files = job.config, {}
     decoding = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+    if config.width > 1 or config.proposal != "sample":
+        decoding |= {"width": config.width, "proposal": config.proposal}
 
     def opened(label: str, num_stages: int, **decoder: Any) -> SampleFile:
         header = {"settings": job.settings, "decoder": decoder | decoding}

@@ -18,6 +18,7 @@ from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Generation, Options
 from spd_jax.decode.sampling import Sampling
 from spd_jax.decode.scripted import parse_script
+from spd_jax.decode.tree import Tree
 from spd_jax.evaluation.compare import Comparison, Logits, compare_ids
 from spd_jax.evaluation.loading import LoadProgress, end_ids, load_plain, named_progress
 from spd_jax.evaluation.prompts import (
@@ -102,6 +103,7 @@ class Job:
             simulated=self.engine.simulated,
             dtype=self.config.dtype,
             greedy=self.config.temperature == 0.0,
+            width=self.config.width,
             warm_up_seconds=warm_up_seconds,
         )
 
@@ -134,6 +136,7 @@ def prepare(config: GenerateConfig, stdin: Callable[[], str] | None = None) -> J
         ignore_eos=config.ignore_eos,
         seed=config.seed,
         log_probs=config.log_probs,
+        tree=Tree(config.width, config.proposal),
     )
     return Job(config, engine, tuple(prompts), tuple(map(tuple, ids)), options)
 

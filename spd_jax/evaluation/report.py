@@ -16,6 +16,7 @@ from typing import Any
 from spd_jax.decode.options import Generation, SequenceResult
 from spd_jax.evaluation.compare import Comparison
 from spd_jax.evaluation.metrics import acceptance_rate, acceptance_rates, alpha, equivalent_accept_length
+from spd_jax.evaluation.tree_counts import tree_counts
 from spd_jax.files import write_whole
 
 
@@ -32,6 +33,7 @@ class Facts:
     simulated: bool
     dtype: str
     greedy: bool
+    width: int = 1
     warm_up_seconds: float = 0.0
 
     @property
@@ -61,7 +63,7 @@ class Outcome:
         """Acceptance rate (N - 1) / K."""
         return acceptance_rate(len(self.result.ids), self.result.cycles)
 
-    def record(self, num_stages: int, *, log_probs: bool) -> dict[str, Any]:
+    def record(self, num_stages: int, width: int, *, log_probs: bool) -> dict[str, Any]:
         """The entry of `results` in the JSON file."""
         result = self.result
         record: dict[str, Any] = {
@@ -84,6 +86,8 @@ class Outcome:
                 "ids": self.reference.ids,
                 "decode_seconds": self.reference_decode_seconds,
             }
+        if width > 1:
+            record["tree"] = dataclasses.asdict(tree_counts([result], width))
         if log_probs:
             record["log_probs"] = [token.log_prob for token in result.tokens]
         if self.comparison is not None and not self.comparison.equal:
@@ -153,6 +157,8 @@ class Report:
             **dataclasses.asdict(self.facts),
             "num_stages": n,
         }
+        if self.facts.width > 1:
+            summary["tree"] = dataclasses.asdict(tree_counts(results, self.facts.width))
         references = [outcome.reference for outcome in self.outcomes if outcome.reference is not None]
         if references:
             summary["autoregressive"] = {
@@ -164,7 +170,10 @@ class Report:
     def tree(self) -> dict[str, Any]:
         """The whole JSON file."""
         n = self.facts.num_stages
-        return {"summary": self.summary(), "results": [o.record(n, log_probs=self.log_probs) for o in self.outcomes]}
+        return {
+            "summary": self.summary(),
+            "results": [o.record(n, self.facts.width, log_probs=self.log_probs) for o in self.outcomes],
+        }
 
     def text(self) -> str:
         """The summary for a reader."""
@@ -188,6 +197,10 @@ class Report:
             f"{'S0':17}{s['s0']:>12.2f}   n (N - 1) / K, n = {counted(facts.num_stages, 'stage')}"
             + (f"{', pooled'}; mean of the prompts: {s['s0_mean']:.2f}" if several else ""),
         ]
+        if facts.width > 1:
+            lines.append(
+                f"{'branches':17}{facts.width:>12}   {tree_counts([o.result for o in self.outcomes], facts.width)}"
+            )
         return "\n".join([*lines, "", *self._verdict(s)])
 
     def _verdict(self, summary: dict[str, Any]) -> list[str]:

@@ -23,6 +23,7 @@ MOST_PANELS = 5
 STYLE: dict[Fate, tuple[str, str, str]] = {  # fill, ink, what the legend says
     "verified": ("#1f5f9e", "#ffffff", "the target's own token"),
     "accepted": ("#9cc9ea", "#12304d", "draft, accepted"),
+    "not taken": ("#d9c9a3", "#6b5a2e", "branch, another one was right"),
     "rejected": ("#d9534f", "#ffffff", "draft, rejected"),
     "flushed": ("#f5cfcb", "#8a3b36", "flushed with it"),
     "in flight": ("#e3e3e3", "#666666", "never judged (the text ended)"),
@@ -36,8 +37,9 @@ _FEWEST_ACROSS = 32  # cycles: room for title and legend
 def draw_timeline(timeline: Timeline, title: str, label: Callable[[int], str], *, dots_per_inch: int = 110) -> bytes:
     """A PNG of a timeline, in panels of at most 60 cycles one below the other.
 
-    A cell shows the number of its token, counted from 1 (token 1 comes from prefill and starts alone). Above a cycle
-    stands the token that it verified. Beyond 5 panels the picture ends, and says so.
+    A cell shows the number of its token, counted from 1 (token 1 comes from prefill and starts alone); a column of a
+    tree has a strip for each live row, the first on top. Above a cycle stands the token that it verified. Beyond 5
+    panels the picture ends, and says so.
 
     Args:
         title: first line of the picture.
@@ -57,7 +59,7 @@ def draw_timeline(timeline: Timeline, title: str, label: Callable[[int], str], *
     if panels > shown:
         title += f" (first {shown * CYCLES_PER_PANEL} of {timeline.num_cycles} cycles)"
     figure.text(left / width, 1 - 0.24 / height, title, fontsize=11, va="center", weight="bold", parse_math=False)
-    _draw_legend(figure, left / width, 1 - 0.4 / height, legend_columns)
+    _draw_legend(figure, left / width, 1 - 0.4 / height, legend_columns, tree=timeline.width > 1)
     for panel in range(shown):
         bottom = height - header - panel * (above + inner[1] + below) - above - inner[1]
         axes = figure.add_axes((left / width, bottom / height, inner[0] / width, inner[1] / height))
@@ -67,8 +69,9 @@ def draw_timeline(timeline: Timeline, title: str, label: Callable[[int], str], *
     return buffer.getvalue()
 
 
-def _draw_legend(figure: Figure, left: float, top: float, columns: int) -> None:
-    handles = [Patch(facecolor=fill, edgecolor="#555555", lw=0.5, label=text) for fill, _, text in STYLE.values()]
+def _draw_legend(figure: Figure, left: float, top: float, columns: int, *, tree: bool) -> None:
+    styles = [style for fate, style in STYLE.items() if tree or fate != "not taken"]
+    handles = [Patch(facecolor=fill, edgecolor="#555555", lw=0.5, label=text) for fill, _, text in styles]
     handles.append(Patch(facecolor="none", edgecolor="none", label="above a cycle: the token that it verified"))
     figure.legend(
         handles=handles,
@@ -87,14 +90,18 @@ def _draw_legend(figure: Figure, left: float, top: float, columns: int) -> None:
 def _draw_panel(axes: Axes, timeline: Timeline, first: int, across: int, label: Callable[[int], str]) -> None:
     last = first + across - 1
     cells = [cell for cell in timeline.cells if first <= cell.cycle <= last]
-    for fate, (fill, ink, _) in STYLE.items():
-        of_fate = [cell for cell in cells if cell.fate == fate]
-        boxes = [Rectangle((cell.cycle - 0.46, cell.stage - 0.44), 0.92, 0.88) for cell in of_fate]
+    strip = 0.88 / timeline.width
+    for fate, (fill, _, _) in STYLE.items():
+        boxes = [
+            Rectangle((cell.cycle - 0.46, cell.stage + 0.44 - strip * (cell.row + 1)), 0.92, strip * 0.94)
+            for cell in cells
+            if cell.fate == fate
+        ]
         axes.add_collection(PatchCollection(boxes, facecolor=fill, edgecolor="none"), autolim=False)
-        for cell in of_fate:
-            number = str(cell.index + 1)
-            size = 7 if len(number) < 3 else 5.5
-            axes.text(cell.cycle, cell.stage, number, ha="center", va="center_baseline", fontsize=size, color=ink)
+    for cell in {(cell.cycle, cell.stage): cell for cell in reversed(cells)}.values():  # the best row's
+        number, ink = str(cell.index + 1), STYLE[cell.fate][1] if timeline.width == 1 else "#111111"
+        size = 7 if len(number) < 3 else 5.5
+        axes.text(cell.cycle, cell.stage, number, ha="center", va="center_baseline", fontsize=size, color=ink)
     for verdict in timeline.verdicts:
         if first <= verdict.cycle <= last:
             axes.text(

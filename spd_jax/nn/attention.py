@@ -83,7 +83,7 @@ def attend_by_position(
     row_BC: Int[Array, "B C"],
     config: AttentionConfig,
     *,
-    live_BC: Bool[Array, "B C"] | None = None,
+    live_BTC: Bool[Array, "B T C"] | Bool[Array, "B 1 C"] | None = None,
     block: int | None = None,
 ) -> Float[Array, "B T K G H"]:
     """`attend_prefix_and_rows` as a layer's attention says: what a query sees follows from positions and the window.
@@ -91,11 +91,11 @@ def attend_by_position(
     Args:
         prefix, rows: keys and values.
         query_BT, row_BC: positions of queries and rows; a negative row is seen by none.
-        live_BC: rows that count (None: all).
+        live_BTC: rows that count, for all queries or for each (None: all).
     """
     mask_BTC = sees(query_BT, row_BC, config.window)
-    if live_BC is not None:
-        mask_BTC = mask_BTC & live_BC[:, None]
+    if live_BTC is not None:
+        mask_BTC = mask_BTC & live_BTC
     first_BT = window_starts(query_BT, config.window)
     return attend_prefix_and_rows(
         q_BTKGH, *prefix, prefix_length_B, *rows, mask_BTC, first_BT=first_BT, cap=config.score_cap, block=block

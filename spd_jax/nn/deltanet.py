@@ -40,12 +40,14 @@ class Recurrence:
 
     `valid` `[B, T]` are rows that count, all others come after them and change nothing (None: all count). `first`
     `[B, T]` is the index of the row with which each row's sequence begins, for sequences packed one behind the other;
-    negative where it began in the memory (None: everywhere).
+    negative where it began in the memory (None: everywhere). With `branches` rows do not follow one another: each goes
+    on from a memory of its own, `[B, T, ...]`.
     """
 
     memory: Memory | None = None
     valid: Array | None = None
     first: Array | None = None
+    branches: bool = struct.static(default=False)
 
 
 def empty_memory(config: DeltaNetConfig, batch: int, dtype: Any, leading: tuple[int, ...] = ()) -> Memory:
@@ -69,7 +71,9 @@ class GatedDeltaNet(nnx.Module):
         self.output = Linear(values, size, bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BTD: Float[Array, "B T D"], recurrence: Recurrence) -> tuple[Float[Array, "B T D"], Memory]:
-        """The rows mixed with their past, and the memory after the last row that counts."""
+        """The rows mixed with their past, and the memory after the last row that counts (after each, of branches)."""
+        if recurrence.branches:
+            return self._branches(x_BTD, recurrence)
         config, (batch, length, _) = self.config, x_BTD.shape
         heads, values = config.num_value_heads, config.num_value_heads * config.value_dim
         before = recurrence.memory or empty_memory(config, batch, x_BTD.dtype)
@@ -98,6 +102,14 @@ class GatedDeltaNet(nnx.Module):
         opened = out * jax.nn.silu(gate.reshape(out.shape).astype(jnp.float32))
         y_BTD = self.output(opened.astype(x_BTD.dtype).reshape(batch, length, values))
         return y_BTD, Memory(conv.astype(before.conv.dtype), state)
+
+    def _branches(self, x_BTD: Array, recurrence: Recurrence) -> tuple[Array, Memory]:
+        """Every row as a sequence of one."""
+        rows = x_BTD.shape[:2]
+        alone = Recurrence(*jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (recurrence.memory,)))
+        valid = None if recurrence.valid is None else recurrence.valid.reshape(-1, 1)
+        mixed, memory = self(x_BTD.reshape(-1, 1, x_BTD.shape[-1]), struct.replace(alone, valid=valid))
+        return mixed.reshape(x_BTD.shape), jax.tree.map(lambda x: x.reshape(*rows, *x.shape[1:]), memory)
 
 
 def _unit(x: Float[Array, "... H"]) -> Float[Array, "... H"]:

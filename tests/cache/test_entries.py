@@ -64,13 +64,15 @@ def test_rows_of_a_window_are_its_columns_one_after_the_other():
             np.testing.assert_array_equal(v[:, :, column * W + branch], window.v[:, :, column, branch])
 
 
-def test_a_commit_copies_branch_0_of_each_row_to_its_own_position():
+def test_a_commit_copies_one_branch_of_each_sequence_to_its_own_position():
     cache = filled()
-    column, position = [1, 4, 0], [0, 9, 5]
-    new = commit_column(cache, jnp.asarray(column), jnp.asarray(position))
+    column, branch, position = [1, 4, 0], [0, 1, 1], [0, 9, 5]
+    new = commit_column(cache, jnp.asarray(column), jnp.asarray(branch), jnp.asarray(position))
     for row in range(B):
-        np.testing.assert_array_equal(new.k[row, :, :, position[row]], cache.window.k[row, :, :, column[row], 0])
-        np.testing.assert_array_equal(new.v[row, :, position[row]], cache.window.v[row, :, column[row], 0])
+        np.testing.assert_array_equal(
+            new.k[row, :, :, position[row]], cache.window.k[row, :, :, column[row], branch[row]]
+        )
+        np.testing.assert_array_equal(new.v[row, :, position[row]], cache.window.v[row, :, column[row], branch[row]])
         others = np.delete(np.arange(S), position[row])
         np.testing.assert_array_equal(new.k[row][..., others], cache.k[row][..., others])
         np.testing.assert_array_equal(new.v[row][:, others], cache.v[row][:, others])

@@ -72,7 +72,7 @@ def committed(decoder: PipelineDecoder, state: DecodeState, row: int) -> tuple[C
         cache = state.caches[slot]
         if isinstance(cache, RecurrentCache):
             assert cache.ring.state.shape[2] == plan.num_stages  # K03: n memories are enough
-            conv, memory = (np.asarray(x)[rank, row, (length - 1) % plan.num_stages] for x in jax.tree.leaves(cache))
+            conv, memory = (np.asarray(x)[rank, row, (length - 1) % plan.num_stages, 0] for x in jax.tree.leaves(cache))
             return conv, memory
         k, v = np.asarray(cache.k[rank, row]), np.asarray(cache.v[rank, row])
         return k[..., :length].transpose(2, 0, 1), v[:, :length].transpose(1, 0, 2)

@@ -15,25 +15,33 @@ import numpy as np
 from spd_jax.cache.layer import capacity_of
 from spd_jax.decode.batch import Batch, make_batch
 from spd_jax.decode.compute import compute
-from spd_jax.decode.cycle import _exchange, cycle
-from spd_jax.decode.heads import Mode, Request, both_logits
-from spd_jax.decode.loop import PipelineDecoder
+from spd_jax.decode.cycle import cycle, exchange
+from spd_jax.decode.decide import ask
+from spd_jax.decode.heads import Request, both_logits
+from spd_jax.decode.loop import PipelineDecoder, mode_of
 from spd_jax.decode.options import Options, SequenceResult
 from spd_jax.decode.programs import REPLICATED, global_state, local_params, local_state, params_spec, state_spec
-from spd_jax.decode.sampling import Sampling
 from spd_jax.decode.state import DecodeState, empty_log
+from spd_jax.decode.tree import CHAIN, Nodes, Tree
 from spd_jax.parallel.mesh import gather_ranks
 
 
 @dataclasses.dataclass
 class Run:
-    """A generation in the middle: its results so far, its state, and the draft logits `[K, B, Vd]` of all cycles."""
+    """A generation in the middle: its results so far, its state, and of all cycles the logits of the draft's rows
+    `[K, B, W, Vd]` and the control before it (position in each stage, nodes)."""
 
     batch: Batch
     request: Request
     state: DecodeState
-    draft_logits: np.ndarray
+    row_logits: np.ndarray
+    before: list[tuple[np.ndarray, Nodes]]
     cycles: int = 0
+
+    @property
+    def draft_logits(self) -> np.ndarray:
+        """`[K, B, Vd]` of the first row: all there is of a chain."""
+        return self.row_logits[:, :, 0]
 
     @property
     def results(self) -> list[SequenceResult]:
@@ -43,23 +51,29 @@ class Run:
 class Stepper:
     """Runs a given number of greedy cycles, at most `most` at a time, in one compiled program."""
 
-    def __init__(self, decoder: PipelineDecoder, most: int):
-        self.decoder, self.most, self.mode = decoder, most, Mode(Sampling().mode)
+    def __init__(self, decoder: PipelineDecoder, most: int, tree: Tree = CHAIN):
+        self.decoder, self.most, self.tree, self.mode = decoder, most, tree, mode_of(Options(tree=tree))
         program, mode = decoder.program, self.mode
 
         def body(params: Any, request: Any, state: Any, count: Any) -> Any:
             params, state = local_params(params), local_state(state)
             rows, ranks = state.control.active.shape[0], program.plan.num_ranks
             share = (params.embedding if program.shared_head else params.draft_head).shape[0]
-            outputs = empty_log(most, rows), jnp.zeros((most, ranks, rows, share), jnp.float32)
+            logits = jnp.zeros((most, ranks, rows, tree.width, share), jnp.float32)
+            before = (state.control.stage_position, state.control.nodes)
+            before = jax.tree.map(lambda x: jnp.stack([x] * most), before)
+            outputs = empty_log(most, rows, tree.width), logits, before
 
             def step(index: Any, carry: Any) -> Any:
                 state, outputs = carry
                 hiddens, drafted, _, finite = compute(program, params, state)
-                final, drafted, _, _ = _exchange(program, hiddens, drafted, finite)
-                _, draft, _ = both_logits(program, params, final[:, 0], drafted[:, 0])
+                leaving_row = ask(request, state.control).leaving_row
+                final, drafted, _, _ = exchange(program, leaving_row, hiddens, drafted, finite)
+                _, draft, _ = both_logits(program, params, final, drafted)
+                before = (state.control.stage_position, state.control.nodes)
                 state, log = cycle(program, mode, params, request, state)
-                return state, jax.tree.map(lambda all, new: all.at[index].set(new), outputs, (log, gather_ranks(draft)))
+                new = (log, gather_ranks(draft), before)
+                return state, jax.tree.map(lambda all, one: all.at[index].set(one), outputs, new)
 
             state, outputs = jax.lax.fori_loop(0, count, step, (state, outputs))
             return global_state(state), outputs
@@ -75,15 +89,17 @@ class Stepper:
         request, banned = decoder.request(batch)
         state, token, log_prob = decoder.prefill(batch, self.mode, request, banned)
         batch.first(np.asarray(token), np.asarray(log_prob))
-        return Run(batch, request, state, np.zeros((0, batch.size, len(self.draft_ids)), np.float32))
+        rows = np.zeros((0, batch.size, self.tree.width, len(self.draft_ids)), np.float32)
+        return Run(batch, request, state, rows, [])
 
     def advance(self, run: Run, cycles: int) -> None:
         """Run this many cycles more."""
         assert cycles <= self.most
-        state, (log, draft) = self._run(self.decoder.params, run.request, run.state, jnp.int32(cycles))
-        log, draft = jax.tree.map(lambda x: np.asarray(x)[:cycles], (log, draft))
-        run.batch.extend(run.cycles, log.event, log.token, log.log_prob, log.draft)
-        run.draft_logits = np.concatenate([run.draft_logits, _unshard(draft, self.draft_ids)])
+        state, outputs = self._run(self.decoder.params, run.request, run.state, jnp.int32(cycles))
+        log, draft, before = jax.tree.map(lambda x: np.asarray(x)[:cycles], outputs)
+        run.batch.extend(run.cycles, log)
+        run.row_logits = np.concatenate([run.row_logits, _unshard(draft, self.draft_ids)])
+        run.before += [jax.tree.map(lambda x, step=step: x[step], before) for step in range(cycles)]
         run.state, run.cycles = state, run.cycles + cycles
         room = capacity_of(state.caches) - self.decoder.program.plan.num_columns
         assert int(state.control.committed.max()) < room, "the stepper does not grow caches"
@@ -104,11 +120,11 @@ class Stepper:
         return np.sort((shares * len(shares) + ranks)[shares >= 0])
 
 
-def _unshard(logits_KRBV: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """`[K, R, B, V/R]` -> `[K, B, V]`: id v is entry (number of smaller ids on its rank) of rank v mod R."""
-    cycles, ranks, rows, _ = logits_KRBV.shape
-    whole = np.empty((cycles, rows, len(ids)), np.float32)
+def _unshard(logits_KRBWV: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """`[K, R, B, W, V/R]` -> `[K, B, W, V]`: id v is entry (number of smaller ids on its rank) of rank v mod R."""
+    cycles, ranks, *rows, _ = logits_KRBWV.shape
+    whole = np.empty((cycles, *rows, len(ids)), np.float32)
     for rank in range(ranks):
         mine = np.flatnonzero(ids % ranks == rank)
-        whole[..., mine] = logits_KRBV[:, rank, :, : len(mine)]
+        whole[..., mine] = logits_KRBWV[:, rank, ..., : len(mine)]
     return whole

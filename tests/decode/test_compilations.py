@@ -5,7 +5,7 @@ import re
 import jax
 
 from spd_jax.decode.batch import make_batch
-from spd_jax.decode.heads import Mode
+from spd_jax.decode.loop import mode_of
 from spd_jax.decode.options import Options
 from tests.decode.engine import autoregressive, make_pipeline, model_config, plan_of, random_head, weights
 from tests.lowerings import lowerings
@@ -61,7 +61,7 @@ def test_autoregressive_decoding_compiles_nothing_after_a_warm_up() -> None:
 
 
 def test_a_head_of_another_make_brings_its_own_programs() -> None:
-    plan, mode = plan_of(3, 2), Mode(Options().sampling.mode)
+    plan, mode = plan_of(3, 2), mode_of(Options())
     decoder = make_pipeline(weights(3), random_head(model_config(3), plan), plan)
     alike = decoder.with_head(random_head(model_config(3), plan, seed=8))
     other = decoder.with_head(random_head(model_config(3), plan, draft_ids=(1, 5, 9, 33, 60)))

@@ -8,6 +8,7 @@ import pytest
 
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Options
+from spd_jax.decode.tree import CHAIN, Tree
 from spd_jax.plan import make_plan
 from spd_jax.speculation.module import HeadConfig, draft_layer_config, head_from_target
 from spd_jax.weights.load import open_target
@@ -39,7 +40,7 @@ def pipeline(weights: TargetWeights, stage_layers: tuple[int, ...], layout: Any)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_text_is_transformers_own(name: str, tmp_path: Path):
-    """Two stages, four and three unequal ones; a batch of three prompts under right and wrong drafts, and one alone."""
+    """Two stages, four and three unequal ones; three prompts under right and wrong drafts, one alone, with a tree."""
     model_type, changes = VARIANTS[name]
     model = random_model(model_type, **(SIZES | changes | {"num_hidden_layers": 4, "layer_types": None}))
     model.save_pretrained(tmp_path)
@@ -51,5 +52,6 @@ def test_the_text_is_transformers_own(name: str, tmp_path: Path):
         forced = [script(bits, text, 64) for bits, text in zip(("1101", "0", "1"), texts, strict=True)]
         options = Options(max_new_tokens=TOKENS, forced_drafts=forced)
         assert [result.ids for result in decoder.generate(prompts, options).results] == texts
-        alone = decoder.generate(prompts[1:2], Options(max_new_tokens=TOKENS, forced_drafts=[[-1]]))
-        assert alone.results[0].ids == texts[1]
+        for tree in (CHAIN, Tree(4)):
+            alone = decoder.generate(prompts[1:2], Options(max_new_tokens=TOKENS, forced_drafts=[[-1]], tree=tree))
+            assert alone.results[0].ids == texts[1]

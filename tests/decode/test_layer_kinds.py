@@ -23,6 +23,7 @@ from spd_jax.config.model import (
 from spd_jax.decode.autoregressive import AutoregressiveDecoder
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Options
+from spd_jax.decode.tree import Tree
 from spd_jax.plan import StagePlan, default_anchors
 from spd_jax.testing.weights import RandomWeights
 from spd_jax.weights.load import load_decoder
@@ -32,6 +33,7 @@ from tests.decode.engine import (
     CYCLES,
     LAYER,
     OWN,
+    VOCAB,
     assert_cycles_exact,
     in_batches,
     make_pipeline,
@@ -42,6 +44,7 @@ from tests.decode.engine import (
     script,
     verdicts,
 )
+from tests.decode.tree_model import filled, happened, random_script, simulate
 from tests.tiny import decoder_logits
 
 TOKENS = 20
@@ -139,6 +142,28 @@ def check(kind: str, stage_layers: tuple[int, ...], layout: str):
 @pytest.mark.parametrize(("kind", "stage_layers", "layout"), CASES)
 def test_text_and_cycles_are_exact(kind: str, stage_layers: tuple[int, ...], layout: str):
     check(kind, stage_layers, layout)
+
+
+TREES = [("delta nets", (1, 4, 3), "beside", 3)]
+REST = [
+    ("delta nets", (3, 5), "separate", 2),
+    ("windows", (2, 2, 1, 3), "separate", 4),
+    ("experts", (3, 2, 3), "separate", 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage_layers", "layout", "width"), [*TREES, *(pytest.param(*one, marks=pytest.mark.slow) for one in REST)]
+)
+def test_trees_of_every_kind_of_layer(kind: str, stage_layers: tuple[int, ...], layout: str, width: int):
+    """A memory for each row, read from its parent's; rows of a column see their own ancestors."""
+    decoder, texts = pipeline(kind, stage_layers, layout), reference(kind)
+    scripts = [random_script(text, width, VOCAB, seed=i) for i, text in enumerate(texts)]
+    forced = [filled(one, width) for one in scripts]
+    options = {"max_new_tokens": TOKENS, "forced_drafts": forced, "tree": Tree(width)}
+    for result, text, one in zip(in_batches(decoder, PROMPTS, options), texts, scripts, strict=True):
+        assert result.ids == text
+        assert happened(result) == simulate(text, one, len(stage_layers))
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def test_caches_and_control_after_a_prefill(layout: Layout, lengths: list[int]):
         assert_close(ours[1], draft)
         token = next_token(ids)
         assert run.results[row].ids == [token]
-        assert int(control.token[row, lengths[row] % plan.num_columns, 0]) == token
+        assert int(control.nodes.token[row, lengths[row] % plan.num_columns, 0]) == token
         embedding = np.asarray(fixture().target.embedding[...])[token]
         np.testing.assert_array_equal(np.asarray(run.state.taps.newest)[row, 0], embedding)
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from spd_jax.decode.batch import make_batch
-from spd_jax.decode.heads import Mode
-from spd_jax.decode.loop import PipelineDecoder
+from spd_jax.decode.loop import PipelineDecoder, mode_of
 from spd_jax.decode.options import Options
 from spd_jax.decode.programs import make_caches, make_dispatch, make_prefill
 from spd_jax.decode.sampling import Sampling
@@ -24,8 +23,9 @@ COLLECTIVES = {"psum", "psum_invariant", "ppermute", "all_gather", "all_gather_i
 
 def trace_dispatch(decoder: PipelineDecoder, batch_size: int, sampling: Sampling) -> Any:
     """The traced dispatch, of abstract states: prefill is traced too, nothing is compiled."""
-    program, mesh, mode = decoder.program, decoder.mesh, Mode(sampling.mode)
+    program, mesh = decoder.program, decoder.mesh
     options = Options(sampling=sampling, forced_drafts=[OWN] * batch_size)
+    mode = mode_of(options)
     request, banned = decoder.request(make_batch([[5]] * batch_size, options, program.target.vocab_size, 64))
 
     def array(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:

@@ -1,5 +1,6 @@
 """Sampled pipelined text has exactly the target's distribution: by enumeration on a vocabulary of seven tokens."""
 
+import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -13,6 +14,7 @@ from spd_jax.decode.autoregressive import AutoregressiveDecoder
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Options
 from spd_jax.decode.sampling import Sampling
+from spd_jax.decode.tree import Tree
 from spd_jax.plan import Layout, make_plan
 from spd_jax.testing.naive import Filters, probabilities
 from spd_jax.testing.weights import RandomWeights
@@ -111,6 +113,36 @@ def test_sampled_texts_have_the_targets_distribution(name: str):
         marginal = p.sum(tuple(i for i in range(COUNT) if i != t))
         frequencies = np.bincount(texts[:, t], minlength=VOCAB) / len(texts)
         assert np.abs(frequencies - marginal).sum() / 2 < 0.02
+
+
+TREES = [Tree(2, "sample"), Tree(4, "top"), Tree(4, "sample"), Tree(2, "top")]
+IN_GATE = [(TREES[0], "warm"), (TREES[1], "both")]
+
+
+@pytest.mark.parametrize(
+    ("tree", "name"),
+    [
+        pytest.param(tree, name, marks=() if (tree, name) in IN_GATE else pytest.mark.slow)
+        for tree in TREES
+        for name in MODES
+    ],
+)
+def test_trees_sample_texts_with_the_targets_distribution(tree: Tree, name: str):
+    """Several siblings a position, after whole and partial rollbacks; q has no mass on three of the seven tokens."""
+    texts, rejected = sample(decoder(3, "separate", SMALL), MODES[name], repeats=160, tree=tree)
+    assert 0.05 < rejected < 0.9
+    assert_drawn_from(texts, exact(MODES[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", [Tree(3, "sample"), Tree(3, "top"), Tree(1, "top"), Tree(3, survivors="best")])
+def test_trees_sample_with_any_plan(tree: Tree):
+    """Also what is there to compare with: only the best branch kept, everything dropped."""
+    for found in (decoder(2, "separate"), decoder(3, "beside")):
+        for form in (tree, dataclasses.replace(tree, rollback="full")):
+            texts, rejected = sample(found, MODES["warm"], repeats=160, seed=6, tree=form)
+            assert 0.05 < rejected < 0.9
+            assert_drawn_from(texts, exact(MODES["warm"]))
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Verification keeps the target's distribution, on hand-made cases and on random ones, sharded or not."""
+"""Verification keeps the target's distribution, on hand-made cases and on random ones, for one draft and for several
+siblings, sharded or not."""
 
 import functools
 from typing import Any
@@ -9,12 +10,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from spd_jax.decode.sampling import DRAFT, best, gumbel, one_device, row_keys
-from spd_jax.decode.verify import Verdict, verify_greedy, verify_sampled
+from spd_jax.decode.sampling import DRAFT, TARGET, best_few, gumbel, one_device, row_keys
+from spd_jax.decode.verify import Siblings, Verdict, verify_by_name, verify_by_trial
 from spd_jax.parallel.mesh import gather_ranks
 from tests.decode.test_sampling import on_ranks, share
 
-DRAWS, VOCAB = 20000, 16  # smaller distributions are filled up with zeros: one compilation
+DRAWS, VOCAB = 20000, 16  # smaller distributions are filled up with zeros: one compilation a width
 
 
 @functools.cache
@@ -30,28 +31,32 @@ def rows(p: Any) -> jax.Array:
 
 
 @jax.jit
-def _step(
-    log_p: jax.Array, log_q: jax.Array, tested: jax.Array, is_tested: jax.Array, position: jax.Array, keys: jax.Array
-) -> Verdict:
+def _step(log_p: jax.Array, log_q: jax.Array, tested: Siblings, position: jax.Array, keys: jax.Array) -> Verdict:
     ids = jnp.arange(log_p.shape[1], dtype=jnp.int32)
-    return verify_sampled(log_p, log_q, log_q, ids, tested, is_tested, position, position + 1, keys, one_device)
+    return verify_by_trial(log_p, log_q, ids, tested, position, keys, one_device, None)[0]
 
 
-@jax.jit
-def _draw(log_q: jax.Array, at: jax.Array, keys: jax.Array) -> jax.Array:
-    ids = jnp.arange(log_q.shape[1], dtype=jnp.int32)
-    return best(log_q + gumbel(keys, at, DRAFT, ids), ids)[1]
+@functools.partial(jax.jit, static_argnums=3)
+def _draw(log_q: jax.Array, at: jax.Array, keys: jax.Array, width: int) -> Siblings:
+    """Siblings as the engine draws them: the largest of log q + Gumbel numbers."""
+    values, tokens = best_few(log_q + gumbel(keys, at, DRAFT, jnp.arange(log_q.shape[1], dtype=jnp.int32)), width)
+    return Siblings(tokens, values > -jnp.inf)
 
 
-def run(p: Any, q: Any, position: int = 4, tested: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+def run(
+    p: Any, q: Any, position: int = 4, tested: np.ndarray | None = None, width: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
     """Draw from q as the engine does, verify against p: (emitted, accepted) of every draw."""
     at = jnp.full((DRAWS,), position, jnp.int32)
     log_p, log_q = rows(p), rows(q)
     if tested is None:
-        tested = np.asarray(_draw(log_q, at, keys()))
-    verdict = _step(log_p, log_q, jnp.asarray(tested), jnp.ones((DRAWS,), bool), at, keys())
-    accept = np.asarray(verdict.accept)
-    return np.where(accept, tested, np.asarray(verdict.token)), accept
+        siblings = _draw(log_q, at, keys(), width)
+    else:
+        siblings = Siblings(jnp.asarray(tested)[:, None], jnp.ones((DRAWS, 1), bool))
+    verdict = jax.tree.map(np.asarray, _step(log_p, log_q, siblings, at, keys()))
+    chosen = np.take_along_axis(np.asarray(siblings.token), verdict.row[:, None], axis=1)[:, 0]
+    assert (verdict.token == chosen)[verdict.accept].all()
+    return verdict.token, verdict.accept
 
 
 def assert_drawn_from(emitted: np.ndarray, p: Any) -> None:
@@ -111,8 +116,8 @@ def test_emitted_tokens_have_exactly_the_targets_distribution(seed: int):
 def test_without_a_draft_the_target_is_sampled():
     p = np.random.default_rng(9).dirichlet(np.ones(16))
     at = jnp.full((DRAWS,), 4, jnp.int32)
-    nothing = jnp.zeros((DRAWS,), jnp.int32)
-    verdict = _step(rows(p), rows(np.full(16, 1 / 16)), nothing, jnp.zeros((DRAWS,), bool), at, keys())
+    nothing = Siblings(jnp.zeros((DRAWS, 1), jnp.int32), jnp.zeros((DRAWS, 1), bool))
+    verdict = _step(rows(p), rows(np.full(16, 1 / 16)), nothing, at, keys())
     assert not np.asarray(verdict.accept).any()
     assert_drawn_from(np.asarray(verdict.token), p)
 
@@ -126,31 +131,77 @@ def test_rounding_that_leaves_no_residual_accepts():
     assert_drawn_from(emitted, p)
 
 
-def test_greedy_accepts_the_argmax_only_and_the_lowest_id_wins():
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("case", ["equal", "far", "zeros", "few"])
+def test_siblings_drawn_without_replacement_keep_the_targets_distribution(case: str, width: int):
+    """q near p, far from it, without some of p's tokens, and with fewer tokens than there are rows."""
+    rng = np.random.default_rng(width)
+    p, q = rng.dirichlet(np.ones(8), 2)
+    if case == "equal":
+        q = p
+    elif case == "far":
+        q = 0.02 * p + 0.98 * (np.arange(8) == p.argmin())
+    elif case == "zeros":
+        p[2], q[[0, 5]] = 0, 0
+    else:
+        q = np.asarray([0.0, 0.7, 0.0, 0.3, 0, 0, 0, 0]) if width == 2 else np.eye(8)[3] * 0.6 + np.eye(8)[6] * 0.4
+    p, q = p / p.sum(), q / q.sum()
+    emitted, accept = run(p, q, width=width)
+    assert_drawn_from(emitted, p)
+    assert accept.mean() > run(p, q)[1].mean() - 0.01  # more siblings accept no less
+    if case == "equal":
+        assert accept.all()
+
+
+def test_a_q_that_is_nearly_certain_keeps_its_second_sibling_exact():
+    """What is left of q after the first sibling is summed, not subtracted: 1 - 0.99999994 would be all rounding."""
+    q = np.asarray([1 - 2e-8, 1.5e-8, 0.5e-8])
+    tested = Siblings(jnp.tile(jnp.asarray([[0, 1]], jnp.int32), (DRAWS, 1)), jnp.ones((DRAWS, 2), bool))
+    p = [0.0, 0.5, 0.5]
+    verdict = _step(rows(p), rows(q), tested, jnp.full((DRAWS,), 4, jnp.int32), keys())
+    accept = np.asarray(verdict.accept)
+    assert accept.mean() == pytest.approx(0.5 / 0.75, abs=0.015)  # p (1) = 1/2 against q (1) = 3/4 of what is left
+    assert set(np.asarray(verdict.token)[~accept]) == {2}
+
+
+def test_likeliest_siblings_are_not_tested_as_if_drawn():
+    """H10: p = (.5, .3, .2), siblings 0 and 1 for certain: frequencies are p, and 0.8 are accepted."""
+    p = [0.5, 0.3, 0.2]
+    at, ids = jnp.full((DRAWS,), 4, jnp.int32), jnp.arange(VOCAB, dtype=jnp.int32)
+    siblings = Siblings(jnp.tile(jnp.asarray([[0, 1]], jnp.int32), (DRAWS, 1)), jnp.ones((DRAWS, 2), bool))
+    scores = rows(p) + gumbel(keys(), at, TARGET, ids)
+    verdict, _ = verify_by_name(scores, ids, siblings, one_device, None)
+    assert_drawn_from(np.asarray(verdict.token), p)
+    assert np.asarray(verdict.accept).mean() == pytest.approx(0.8, abs=0.015)
+    assert (np.asarray(verdict.row)[np.asarray(verdict.accept)] == np.asarray(verdict.token)[verdict.accept]).all()
+
+
+def test_by_name_the_best_score_wins_and_the_lowest_id_among_equals():
     target = jnp.asarray([[0.0, 2.0, 2.0, 1.0], [0.0, 2.0, 2.0, 1.0], [5.0, 2.0, 2.0, 1.0]], jnp.float32)
-    draft = jnp.asarray([[1.0, 1.0], [0.0, 1.0], [-1.0, -2.0]], jnp.float32)
-    ids, draft_ids = jnp.arange(4, dtype=jnp.int32), jnp.asarray([1, 3], jnp.int32)
-    tested = jnp.asarray([1, 2, 1], jnp.int32)
-    verdict = verify_greedy(target, ids, draft, draft_ids, tested, one_device)
+    tested = Siblings(jnp.asarray([[3, 1], [2, 1], [1, 2]], jnp.int32), jnp.asarray([[1, 1], [1, 0], [1, 1]], bool))
+    verdict, others = verify_by_name(target, jnp.arange(4, dtype=jnp.int32), tested, one_device, jnp.float32(7.0))
     assert verdict.accept.tolist() == [True, False, False]
+    assert verdict.row.tolist()[0] == 1
     assert verdict.token.tolist() == [1, 1, 0]
-    assert verdict.draft.tolist() == [1, 3, 1]
+    assert others.tolist() == [7.0]
 
 
-def test_a_sharded_vocabulary_gives_the_same_verdicts():
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_sharded_vocabulary_gives_the_same_verdicts(width: int):
     rng, count, vocab, ranks = np.random.default_rng(5), 500, 13, 4
     log_p, log_q = (np.log(rng.dirichlet(np.ones(vocab), count)).astype(np.float32) for _ in range(2))
     log_q[rng.random(log_q.shape) < 0.3] = -np.inf
-    log_q[:, 0] = np.maximum(log_q[:, 0], -3)
-    tested = log_q.argmax(-1).astype(np.int32)
-    is_tested, at = rng.random(count) < 0.8, np.full(count, 7, np.int32)
-    base = row_keys(jnp.arange(count, dtype=jnp.uint32))
+    log_q[:, :3] = np.maximum(log_q[:, :3], -3)
+    tested = Siblings(
+        jnp.asarray(np.argsort(-log_q, axis=1)[:, :width], jnp.int32),
+        jnp.asarray((rng.random((count, 1)) < 0.8) & (rng.random((count, width)) < 0.9)),
+    )
+    at, base = jnp.full((count,), 7, jnp.int32), row_keys(jnp.arange(count, dtype=jnp.uint32))
 
     def verify(ids: Any, p: Any, q: Any, gather: Any) -> Any:
-        arguments = map(jnp.asarray, (tested, is_tested, at, at + 2))
-        verdict = verify_sampled(p, q, q, ids, *arguments, base, gather)
-        greedy = verify_greedy(p, ids, q, ids, jnp.asarray(tested), gather)
-        return verdict.accept, verdict.token, verdict.draft, greedy.accept, greedy.token, greedy.draft
+        trial, _ = verify_by_trial(p, q, ids, tested, at, base, gather, None)
+        name, _ = verify_by_name(p, ids, tested, gather, None)
+        return trial.accept, trial.row, trial.token, name.accept, name.row, name.token
 
     alone = jax.tree.map(
         np.asarray, verify(jnp.arange(vocab, dtype=jnp.int32), jnp.asarray(log_p), jnp.asarray(log_q), one_device)
@@ -158,7 +209,7 @@ def test_a_sharded_vocabulary_gives_the_same_verdicts():
     together = on_ranks(
         ranks, lambda ids, p, q: verify(ids, p, q, gather_ranks), *(share(x, ranks, -np.inf) for x in (log_p, log_q))
     )
-    assert 0.2 < alone[0].mean() < 0.8
+    assert 0.2 < alone[0].mean() < 0.95
     for one, all_ranks in zip(alone, together, strict=True):
         for rank in range(ranks):
             np.testing.assert_array_equal(all_ranks[rank], one)
