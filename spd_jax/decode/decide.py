@@ -49,7 +49,9 @@ def ask(request: Request, control: Control) -> Question:
 def _forced_column(forced: Forced, position_B: Array) -> Forced:
     last = forced.token.shape[1] - 1
     at = jnp.minimum(position_B, last)[:, None, None]
-    token, parent = (jnp.take_along_axis(x, at, axis=1)[:, 0] for x in (forced.token, forced.parent))
+    token = jnp.take_along_axis(forced.token, at, axis=1)[:, 0]
+    is_chain = token.shape[1] == 1
+    parent = jnp.zeros_like(token) if is_chain else jnp.take_along_axis(forced.parent, at, axis=1)[:, 0]
     return Forced(jnp.where((position_B <= last)[:, None], token, -1), parent)
 
 
@@ -92,8 +94,10 @@ def decide(
     stage_position = jnp.concatenate([jnp.where(enters, position, -1)[:, None], moved], axis=1)
     kept = enter_column(kept, position, enters & active, entering)
     event = jnp.select([~control.active, accepted, rejected, undrafted], [IDLE, ACCEPTED, REJECTED, UNDRAFTED], FILL)
-    before = jnp.arange(width) < verdict.row[:, None]
-    branch = jnp.sum(question.tested.alive & before, axis=1, dtype=jnp.int32)
+    before = question.tested.alive & (jnp.arange(width) < verdict.row[:, None])
+    branch = jnp.sum(before, axis=1, dtype=jnp.int32) if width > 1 else jnp.zeros_like(newest)
+    columns = jnp.sum(stage_position >= 0, axis=1, dtype=jnp.int32)
+    live = _live_rows(kept, newest, stage_position) if width > 1 else columns
     shown = (control.active & has_stages)[:, None] & drafted.alive
     log = Log(
         event.astype(jnp.int32),
@@ -101,8 +105,8 @@ def decide(
         jnp.zeros(leaves.shape, jnp.float32),
         jnp.where(accepted, branch, -1),
         jnp.where(active, dropped, 0),
-        jnp.where(active, jnp.sum(stage_position >= 0, axis=1, dtype=jnp.int32), 0),
-        jnp.where(active, _live_rows(kept, newest, stage_position), 0),
+        jnp.where(active, columns, 0),
+        jnp.where(active, live, 0),
         jnp.where(shown, drafted.token, -1),
         jnp.where(shown, drafted.parent, -1),
     )

@@ -27,7 +27,7 @@ from spd_jax.decode.sampling import (
     log_probs,
     normaliser_share,
 )
-from spd_jax.decode.tree import CHAIN, Proposals, Tree, in_column
+from spd_jax.decode.tree import CHAIN, Proposals, Tree, in_column, pick_row
 from spd_jax.decode.verify import Siblings, Verdict, not_numbers, verify_by_name, verify_by_trial
 from spd_jax.nn.layers import rms_norm
 from spd_jax.parallel.mesh import gather_ranks
@@ -212,9 +212,7 @@ def _answer_by_trial(
     else:
         noise = gumbel_rows(question.keys, question.draft_position, DRAFT, question.draw, ids)
     values, where = best_few(log_q + noise, width)
-    drawn_from = jnp.take_along_axis(
-        in_column(log_q_BCWV, question.target_position), question.leaving_row[:, None, None], axis=1
-    )[:, 0]
+    drawn_from = pick_row(in_column(log_q_BCWV, question.target_position), question.leaving_row)
     verdict, (values, winners, found_log_q) = verify_by_trial(
         log_p,
         drawn_from,

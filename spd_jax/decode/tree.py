@@ -113,7 +113,16 @@ def column_positions(newest_B: Int[Array, " B"], columns: int) -> Int[Array, "B 
 
 def first_row(alive_BW: Bool[Array, "B W"]) -> Int[Array, " B"]:
     """The best live row of a column."""
+    if alive_BW.shape[1] == 1:
+        return jnp.zeros(alive_BW.shape[:1], jnp.int32)
     return jnp.argmax(alive_BW, axis=1).astype(jnp.int32)
+
+
+def pick_row(values: Array, row_B: Int[Array, " B"]) -> Array:
+    """Values `[B, W, ...]` of one row of each sequence, `[B, ...]`."""
+    if values.shape[1] == 1:
+        return values[:, 0]
+    return jnp.take_along_axis(values, row_B.reshape(-1, *[1] * (values.ndim - 1)), axis=1)[:, 0]
 
 
 def lone_child(token_B: Int[Array, " B"], parent_B: Int[Array, " B"], width: int) -> Children:
@@ -139,21 +148,17 @@ def enter_column(nodes: Nodes, position_B: Int[Array, " B"], where_B: Bool[Array
     def put(old: Array, value: Array) -> Array:
         return jnp.where(here[:, :, None], value[:, None], old)
 
-    lineage = nodes.lineage
-    if width > 1:  # the lineage of a chain is row 0
-        before, own = ((position_B + step) % columns for step in (-1, 0))
-        of_parents = jnp.take_along_axis(in_column(lineage, position_B - 1), new.parent[:, :, None], axis=1)
-        of_parents = jnp.where((numbers == before[:, None])[:, None], new.parent[:, :, None], of_parents)
-        rows = jnp.arange(width, dtype=jnp.int32)[:, None]
-        of_rows = jnp.where((numbers == own[:, None])[:, None], rows, of_parents)
-        lineage = jnp.where(here[:, :, None, None], of_rows[:, None], lineage)
-    return Nodes(
-        put(nodes.token, new.token),
-        put(nodes.alive, new.alive),
-        lineage,
-        put(nodes.log_q, new.log_q),
-        put(nodes.score, new.score),
-    )
+    nodes = struct.replace(nodes, token=put(nodes.token, new.token), alive=put(nodes.alive, new.alive))
+    if width == 1:  # a chain's rows are all row 0, and compete with none
+        return nodes
+    before, own = ((position_B + step) % columns for step in (-1, 0))
+    of_parents = jnp.take_along_axis(in_column(nodes.lineage, position_B - 1), new.parent[:, :, None], axis=1)
+    of_parents = jnp.where((numbers == before[:, None])[:, None], new.parent[:, :, None], of_parents)
+    rows = jnp.arange(width, dtype=jnp.int32)[:, None]
+    of_rows = jnp.where((numbers == own[:, None])[:, None], rows, of_parents)
+    lineage = jnp.where(here[:, :, None, None], of_rows[:, None], nodes.lineage)
+    log_q, score = put(nodes.log_q, new.log_q), put(nodes.score, new.score)
+    return struct.replace(nodes, lineage=lineage, log_q=log_q, score=score)
 
 
 def survive(
@@ -172,21 +177,25 @@ def survive(
         row_B: the row of that position's column that has the token, where `accepted`; if nothing was accepted nothing
             from `position` on lives. Sequences that are not `verified` stay as they are.
     """
-    columns = nodes.token.shape[1]
+    columns, width = nodes.token.shape[1:]
     positions = column_positions(newest_B, columns)
     earlier = (positions < position_B[:, None])[..., None]
-    column = (position_B % columns)[:, None, None, None]
-    descends = jnp.take_along_axis(nodes.lineage, column, axis=3)[..., 0] == row_B[:, None, None]
-    alive = nodes.alive & (earlier | (descends & accepted_B[:, None, None]) | ~verified_B[:, None, None])
+    lives = accepted_B[:, None, None]
+    if width > 1:
+        column = (position_B % columns)[:, None, None, None]
+        lives = lives & (jnp.take_along_axis(nodes.lineage, column, axis=3)[..., 0] == row_B[:, None, None])
+    alive = nodes.alive & (earlier | lives | ~verified_B[:, None, None])
     newest = jnp.max(jnp.where(jnp.any(alive, axis=2), positions, -1), axis=1)
+    if width == 1:
+        return struct.replace(nodes, alive=alive), newest
     if survivors == "best":
         leaf = first_row(in_column(alive, newest))
-        path = jnp.take_along_axis(in_column(nodes.lineage, newest), leaf[:, None, None], axis=1)[:, 0]
-        on_path = jnp.arange(nodes.token.shape[2], dtype=jnp.int32) == path[:, :, None]
+        path = pick_row(in_column(nodes.lineage, newest), leaf)
+        on_path = jnp.arange(width, dtype=jnp.int32) == path[:, :, None]
         alive = alive & (earlier | on_path | ~verified_B[:, None, None])
     # Scores count from the verified node, so that they do not grow with the text.
-    base = jnp.take_along_axis(in_column(nodes.log_q, position_B), row_B[:, None], axis=1)
-    base = jnp.where(accepted_B[:, None], base, 0.0)[..., None]
+    base = pick_row(in_column(nodes.log_q, position_B), row_B)
+    base = jnp.where(accepted_B, base, 0.0)[:, None, None]
     kept = struct.replace(nodes, alive=alive, log_q=nodes.log_q - base, score=nodes.score - base)
     return kept, newest
 
@@ -194,13 +203,15 @@ def survive(
 def best_children(nodes: Nodes, newest_B: Int[Array, " B"], alive_BW: Bool[Array, "B W"], found: Proposals) -> Children:
     """The best W candidates of the newest column's live nodes; the lowest parent, then the lowest id wins ties."""
     width = nodes.token.shape[2]
+    possible = alive_BW[..., None] & (found.value > -jnp.inf)
+    if width == 1:
+        return _only_child(jnp.where(possible, found.value, -jnp.inf)[:, 0], found.id[:, 0])
     log_q, score = (in_column(x, newest_B)[..., None] for x in (nodes.log_q, nodes.score))
     if found.log_q is None:
         candidate_log_q = found_score = log_q + found.value
     else:
         candidate_log_q = log_q + found.log_q
-        found_score = below_parent(log_q + found.value, score) if width > 1 else found.value
-    possible = alive_BW[..., None] & (found.value > -jnp.inf)
+        found_score = below_parent(log_q + found.value, score)
     found_score = jnp.where(possible, found_score, -jnp.inf)
     parents = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[:, None], found.id.shape)
     keys = (-found_score, parents, found.id, candidate_log_q)
@@ -215,6 +226,13 @@ def best_children(nodes: Nodes, newest_B: Int[Array, " B"], alive_BW: Bool[Array
         jnp.where(alive, candidate_log_q, zero),
         jnp.where(alive, -negated, zero),
     )
+
+
+def _only_child(value_BN: Array, id_BN: Array) -> Children:
+    top = jnp.max(value_BN, axis=1, keepdims=True)
+    token = jnp.min(jnp.where(value_BN == top, id_BN, jnp.iinfo(jnp.int32).max), axis=1, keepdims=True)
+    alive, zeros = top > -jnp.inf, jnp.zeros_like(top)
+    return Children(jnp.where(alive, token, 0), jnp.zeros_like(token), alive, zeros, zeros)
 
 
 def below_parent(perturbed: Float[Array, "B W N"], parent: Float[Array, "B W 1"]) -> Float[Array, "B W N"]:
@@ -232,6 +250,9 @@ def forced_children(
     nodes: Nodes, newest_B: Int[Array, " B"], alive_BW: Bool[Array, "B W"], token: Array, parent: Array
 ) -> Children:
     """A column as a script gives it (token -1: no node), in this order; children of dead nodes are not alive."""
+    if token.shape[1] == 1:
+        zeros = jnp.zeros(token.shape, jnp.float32)
+        return Children(token, jnp.zeros_like(token), (token >= 0) & alive_BW, zeros, zeros)
     alive = (token >= 0) & jnp.take_along_axis(alive_BW, parent, axis=1)
     below = jnp.arange(token.shape[1], dtype=jnp.float32)
     log_q, score = (
