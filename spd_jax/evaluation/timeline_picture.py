@@ -29,7 +29,7 @@ STYLE: dict[Fate, tuple[str, str, str]] = {  # fill, ink, what the legend says
     "in flight": ("#e3e3e3", "#666666", "never judged (the text ended)"),
 }
 _ACCEPTED_INK, _REPLACED_INK, _FAINT = "#1c6fb0", "#b3261e", "#b9b9b9"
-_CELL_WIDTH, _CELL_HEIGHT = 0.27, 0.24  # inches
+_CELL_WIDTH, _CELL_HEIGHT, _STRIP_HEIGHT = 0.27, 0.24, 0.1  # inches
 _LABEL_LENGTH = 12
 _FEWEST_ACROSS = 32  # cycles: room for title and legend
 
@@ -48,7 +48,8 @@ def draw_timeline(timeline: Timeline, title: str, label: Callable[[int], str], *
     panels = max(1, -(-timeline.num_cycles // CYCLES_PER_PANEL))
     shown = min(panels, MOST_PANELS)
     across = CYCLES_PER_PANEL if panels > shown else max(_FEWEST_ACROSS, -(-timeline.num_cycles // panels))
-    inner = (_CELL_WIDTH * across, _CELL_HEIGHT * timeline.num_stages)
+    height = max(_CELL_HEIGHT, _STRIP_HEIGHT * timeline.width)
+    inner = (_CELL_WIDTH * across, height * timeline.num_stages)
     longest = max((len(_short(label(verdict.token))) for verdict in timeline.verdicts), default=1)
     legend_columns = 6 if across >= 45 else 3
     header = 0.65 if legend_columns == 6 else 0.85  # inches, as what follows

@@ -84,6 +84,7 @@ class Stepper:
 
     def start(self, prompts: Sequence[list[int]], options: Options) -> Run:
         """Prefill."""
+        assert options.tree == self.tree
         decoder = self.decoder
         batch = make_batch(prompts, options, decoder.program.target.vocab_size, decoder.max_length)
         request, banned = decoder.request(batch)

@@ -47,10 +47,8 @@ CASES = [(2, Tree(2, "sample")), (2, Tree(2, "top")), (2, Tree(4, "sample")), (2
 CASES += [(2, Tree(1, "top")), (4, Tree(1, "sample")), (4, Tree(1, "top"))]
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "tree"),
-    [pytest.param(*case, marks=() if case == CASES[0] else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_stages", "tree"), CASES)
 def test_drafts_are_accepted_as_often_as_enumeration_says(num_stages: int, tree: Tree):
     """With two stages all siblings that are tested have one parent, and so have a chain's at any number."""
     alpha, tests, rate, known = measured(num_stages, tree, repeats=2)

@@ -14,7 +14,15 @@ from spd_jax.decode.batch import BatchError
 from spd_jax.decode.options import Options
 from spd_jax.decode.sampling import Sampling
 from spd_jax.decode.state import ACCEPTED, FILL, REJECTED
-from spd_jax.decode.tree import Proposals, Tree, below_parent, best_children, enter_column, lone_child, no_nodes
+from spd_jax.decode.tree import (
+    Proposals,
+    Tree,
+    below_parent,
+    best_children,
+    enter_column,
+    lone_child,
+    no_nodes,
+)
 from spd_jax.plan import Layout
 from spd_jax.testing.naive import CycleInput, ModuleDraft, NaiveDecoder
 from tests.decode import published
@@ -101,7 +109,7 @@ TREE_TOKENS, MOST = 40, 90
 @functools.cache
 def own_tree(width: int) -> tuple[Stepper, Run]:
     stepper = Stepper(published.decoder("separate"), MOST, Tree(width))
-    return stepper, stepper.run(published.prompts(), published.options(TREE_TOKENS))
+    return stepper, stepper.run(published.prompts(), published.options(TREE_TOKENS, tree=stepper.tree))
 
 
 @pytest.mark.parametrize("width", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])

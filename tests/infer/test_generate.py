@@ -69,6 +69,28 @@ def test_a_file_of_prompts_beside_plain_decoding(
     assert (tmp_path / "trace-2.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_tree_writes_the_same_text_and_is_counted(generate: Generate, decoders: Decoders, tmp_path: Path):
+    trace = tmp_path / "tree.png"
+    arguments = ("--prompt", PROMPTS[0], *TOKENS, "--compare", "true", "--width", "3", "--trace", str(trace))
+    answer = generate(*arguments, with_decoders=decoders)
+    assert answer.code == 0, answer.err
+    (record,) = answer.results
+    assert list(record) == [*KEYS, "tree"]
+    assert record["equal"] is True
+    tree = record["tree"]
+    assert sum(tree["accepted_by_branch"]) == record["accepted"]
+    assert len(tree["accepted_by_branch"]) == 3
+    assert tree["full_flushes"] == record["rejected"]
+    assert 0 < tree["dead_rows"] < 1
+    assert answer.json["summary"]["tree"] == tree
+    assert answer.json["summary"]["width"] == 3
+    assert "accepted by branch" in answer.out
+    assert trace.read_bytes().startswith(b"\x89PNG")
+    wrong = generate("--prompt", PROMPTS[0], "--width", "0", with_decoders=decoders)
+    assert wrong.code == 2
+    assert "width must be at least 1, found 0" in wrong.err
+
+
 @pytest.mark.parametrize("head", ["oracle", "anti", "script:1110110111011", "script:00", "script:11111111111110"])
 def test_scripted_heads_take_exactly_the_cycles_they_must(generate: Generate, decoders: Decoders, head: str):
     answer = generate("--prompt", PROMPTS[0], *TOKENS, "--head", head, with_decoders=decoders)
