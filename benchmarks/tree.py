@@ -77,7 +77,7 @@ def accept(engine: Engine, decoder: PipelineDecoder, prompts: list[list[int]], j
     n = engine.plan.num_stages
     for temperature in job["temperatures"]:
         for width in job["widths"]:
-            for tree in forms(width, temperature, compare=n == 8 and width == 4):
+            for tree in forms(width, temperature, compare=n == 8 and width == 4 and temperature == 0.0):
                 facts = {"stages": n, "temperature": temperature, **dataclasses.asdict(tree)}
                 facts |= {"prompts": len(prompts), "max_new_tokens": job["tokens"]}
                 if any(facts.items() <= line.items() for line in done):

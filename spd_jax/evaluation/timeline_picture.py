@@ -51,8 +51,9 @@ def draw_timeline(timeline: Timeline, title: str, label: Callable[[int], str], *
     height = max(_CELL_HEIGHT, _STRIP_HEIGHT * timeline.width)
     inner = (_CELL_WIDTH * across, height * timeline.num_stages)
     longest = max((len(_short(label(verdict.token))) for verdict in timeline.verdicts), default=1)
-    legend_columns = 6 if across >= 45 else 3
-    header = 0.65 if legend_columns == 6 else 0.85  # inches, as what follows
+    tree = timeline.width > 1
+    legend_columns = 6 + tree if across >= 45 else 3
+    header = 0.65 if legend_columns >= 6 else 0.85 + 0.2 * tree  # inches, as what follows
     above, below, left, right = 0.2 + 0.06 * longest, 0.42, 0.6, 0.2
     width, height = left + inner[0] + right, header + shown * (above + inner[1] + below)
     figure = Figure(figsize=(width, height), dpi=dots_per_inch, facecolor="white")
@@ -60,7 +61,7 @@ def draw_timeline(timeline: Timeline, title: str, label: Callable[[int], str], *
     if panels > shown:
         title += f" (first {shown * CYCLES_PER_PANEL} of {timeline.num_cycles} cycles)"
     figure.text(left / width, 1 - 0.24 / height, title, fontsize=11, va="center", weight="bold", parse_math=False)
-    _draw_legend(figure, left / width, 1 - 0.4 / height, legend_columns, tree=timeline.width > 1)
+    _draw_legend(figure, left / width, 1 - 0.4 / height, legend_columns, tree=tree)
     for panel in range(shown):
         bottom = height - header - panel * (above + inner[1] + below) - above - inner[1]
         axes = figure.add_axes((left / width, bottom / height, inner[0] / width, inner[1] / height))

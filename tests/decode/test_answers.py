@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from spd_jax.decode.answers import DecodedAnswers
 from spd_jax.decode.autoregressive import AutoregressiveDecoder
@@ -53,6 +54,7 @@ def test_numbers_for_the_top_k_only_are_those_of_the_whole_vocabulary():
     assert [result.ids for result in every] == [result.ids for result in kept]
 
 
+@pytest.mark.slow
 def test_bfloat16_weights_with_float32_activations():
     half = AutoregressiveDecoder(
         load_decoder(weights(3), jnp.bfloat16),

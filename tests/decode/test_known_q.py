@@ -26,11 +26,11 @@ def test_enumeration_on_distributions_that_can_be_done_by_hand():
     assert Tables(even, even).alpha(1, "sample") == pytest.approx(1.0)
 
 
-def measured(num_stages: int, tree: Tree, repeats: int) -> tuple[float, float, float, float]:
+def measured(num_stages: int, tree: Tree, repeats: int, error: float = 0.7) -> tuple[float, float, float, float]:
     """(alpha, tests, tokens a cycle, what enumeration says of alpha for siblings of one parent)."""
     weights = BigramWeights(VOCAB, LAYERS, seed=2)
     plan = make_plan(LAYERS, num_stages, num_draft_layers=1, layout="beside")
-    head = bigram_head(weights, plan, error=0.7)
+    head = bigram_head(weights, plan, error)
     decoder = make_pipeline(weights, head, plan, cycles_per_dispatch=64)
     results: list[Any] = []
     for repeat in range(repeats):
@@ -57,3 +57,12 @@ def test_drafts_are_accepted_as_often_as_enumeration_says(num_stages: int, tree:
     if tree.width == 1:
         s0 = num_stages * rate
         assert s0 == pytest.approx(projected_accept_length(num_stages, known), rel=0.04)
+
+
+@pytest.mark.slow
+def test_a_head_that_knows_the_target_is_never_rejected():
+    """p = q: whatever the first sibling is, it is right; rows that come after it are never needed."""
+    alpha, _, rate, known = measured(4, Tree(3, "sample"), repeats=1, error=0.0)
+    assert known == pytest.approx(1.0)
+    assert alpha > 1 - 1e-3  # rounding
+    assert 4 * rate > 3.9

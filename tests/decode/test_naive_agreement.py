@@ -99,10 +99,10 @@ HEADS: dict[str, tuple[StagePlan, dict[str, Any]]] = {
     "its own layers": (StagePlan((2, 2, 4), 2, "beside", (0, 2, 4, 7)), {"layer": LAYER.with_attention(qk_norm=True)}),
     "types skipped": (StagePlan((4, 4), 1, "separate", (0, 1, 2, 3, 8)), {}),
 }
-GATE = ("the target's rows and one anchor",)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in GATE else pytest.mark.slow) for n in HEADS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HEADS)
 def test_every_kind_of_head_is_read_as_the_naive_decoder_reads_it(name: str):
     """Heads without rows, anchors inside stages and after the last layer, types that no depth has, uneven stages."""
     plan, changes = HEADS[name]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from spd_jax.decode.autoregressive import AutoregressiveDecoder
 from spd_jax.decode.options import Options
@@ -26,6 +27,7 @@ TINY_LLAMA = Path(__file__).parents[1] / "data" / "tiny_llama" / "target"
 STARTS = "The,A server,To,In order,When,I,You can,Python,What,How,There are,First,It is,We,This,Some,If,For,Here,As"
 
 
+@pytest.mark.slow
 def test_bfloat16_ids_part_only_at_near_ties() -> None:
     """G01: 20 prompts of 64 tokens; a difference must be explained by its margin.
 

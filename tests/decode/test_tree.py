@@ -52,6 +52,8 @@ def test_scripted_trees_go_as_the_definition_says(num_stages: int, layout: Layou
         expected = simulate(text, one, num_stages)
         assert happened(result) == expected
         seen += expected
+    own = {"max_new_tokens": TOKENS, "forced_drafts": [OWN] * len(PROMPTS), "tree": Tree(width)}
+    assert [result.ids for result in in_batches(decoder, PROMPTS, own)] == texts
     if num_stages > 1:
         assert {cycle.branch for cycle in seen} >= {-1, 0, 1}
         assert sum(cycle.event == REJECTED for cycle in seen) > 10
@@ -273,6 +275,7 @@ def test_forced_columns_that_do_not_fit(column: Any, message: str):
         pipeline(8, 3, "separate").generate([[5]], Options(forced_drafts=[[-1, column]], tree=Tree(2)))
 
 
+@pytest.mark.slow
 def test_what_is_there_to_compare_with_is_no_better():
     """Only the best branch kept, everything dropped where a part would do: the same text, no fewer cycles."""
     _, run = own_tree(4)

@@ -61,6 +61,7 @@ def test_the_folder_knows_its_target(folder: Path):
     assert (manifest.target_name, manifest.tokenizer_digest, manifest.dtype) == (str(TARGET), None, "float32")
 
 
+@pytest.mark.slow
 def test_the_imported_head_decodes_as_published(folder: Path, tmp_path: Path):
     golden = json.loads((DATA / "tiny_llama" / "golden.json").read_text())["prompts"][:2]
     prompts, found = tmp_path / "prompts.jsonl", tmp_path / "out.json"

@@ -106,7 +106,7 @@ def largest_difference(name: str, prompt: int, first: int, count: int = 32) -> f
     return float(np.abs(found[np.arange(len(cycles)), newest] - expected).max())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [n if n == NAMES[0] else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
 def test_training_logits_are_the_published_draft_logits(name: str):
     """The training pass at the fill of a cycle gives what the published code drafted from in that cycle."""
     assert largest_difference(name, 0, 0) < 1e-5

@@ -15,7 +15,7 @@ from spd_jax.training.rows import Rows
 from spd_jax.training.target import FrozenTarget, load_frozen_target, target_pass
 from spd_jax.weights.load import load_decoder
 from tests.decode.engine import model_config
-from tests.decode.test_layer_kinds import KINDS
+from tests.decode.test_layer_kinds import IN_GATE, KINDS
 from tests.tiny import run
 from tests.training.passes import frozen, random_ids, rows_of, whole_rows
 
@@ -51,7 +51,7 @@ def test_taps_and_logits_are_the_decoders(tied: bool):
     assert np.abs(taps[-1] - np.asarray(target.normed(jnp.asarray(taps[-1])))).max() > 0.1
 
 
-@pytest.mark.parametrize("kind", ["plain", *KINDS])
+@pytest.mark.parametrize("kind", ["plain", *IN_GATE])
 def test_documents_of_a_row_are_apart(kind: str):
     """N01: hidden states of a document are the same alone and packed behind another, whatever the layers are."""
     documents = [Example(random_ids(length, seed=length), np.ones(length, bool)) for length in (7, 4)]
@@ -66,7 +66,7 @@ def test_documents_of_a_row_are_apart(kind: str):
     assert np.isfinite(together).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IN_GATE)
 def test_layers_of_several_kinds_are_the_decoders(kind: str):
     """Windows shorter than the rows, capped scores, scaled embeddings, experts in blocks, delta nets in chunks."""
     changes: dict[str, Any] = {"layers": KINDS[kind]}
