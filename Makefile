@@ -66,7 +66,10 @@ format: $(TESTING) ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 test-slow: $(TESTING) ## the tests that take minutes
-	$(PY) -m pytest -m slow
+	@# A process a file: one for all would keep hundreds of compiled programs in memory at once.
+	@failed=""; for file in $$(grep -rl --include='test_*.py' 'mark.slow' tests | sort); do \
+		echo "== $$file"; $(PY) -m pytest -q -m slow "$$file" || failed="$$failed $$file"; \
+	done; [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 bench: $(RUNTIME) ## run every script in benchmarks/, one after the other
 	@shopt -s nullglob; scripts=(benchmarks/*.py); \
