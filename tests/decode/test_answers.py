@@ -45,6 +45,7 @@ def test_a_conversations_draws_depend_on_its_number_and_not_on_its_neighbours():
     assert sum(a != b for a, b in zip(found, others, strict=True)) > ROWS // 2
 
 
+@pytest.mark.slow
 def test_numbers_for_the_top_k_only_are_those_of_the_whole_vocabulary():
     options = {"max_new_tokens": NEW, "seed": 2}
     every, kept = (

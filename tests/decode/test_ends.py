@@ -192,6 +192,7 @@ def test_pieces_of_a_stream_make_up_the_results():
         assert mine[-1].finish_reason == result.finish_reason is not None
 
 
+@pytest.mark.slow
 def test_the_cache_grows_while_decoding():
     """The longest sequence passes position 256, where the first bucket ends, with tokens in flight."""
     rng = np.random.default_rng(8)

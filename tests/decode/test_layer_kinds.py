@@ -74,7 +74,7 @@ KINDS: dict[str, tuple[LayerConfig, ...]] = {
 SEEDS = {"delta nets": 0, "windows": 5, "experts": 6, "32 layers": 0}  # weights whose greedy text keeps changing
 IN_GATE = ["delta nets", "experts", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("windows", "32 layers"))]
 CASES = [
-    ("delta nets", (1, 4, 3), "beside"),
+    pytest.param("delta nets", (1, 4, 3), "beside", marks=pytest.mark.slow),
     ("experts", (3, 2, 3), "separate"),
     pytest.param("delta nets", (2, 2, 2, 2), "separate", marks=pytest.mark.slow),
     pytest.param("windows", (3, 5), "beside", marks=pytest.mark.slow),
