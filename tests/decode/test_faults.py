@@ -76,7 +76,9 @@ def final_norm(params: PipelineParams) -> PipelineParams:
 
 
 @pytest.mark.parametrize(
-    ("change", "ranks"), [(head_rows, [2]), (draft_rows, [1]), (final_norm, [0, 1, 2, 3])], ids=lambda value: str(value)
+    ("change", "ranks"),
+    [(head_rows, [2]), (draft_rows, [1]), (final_norm, [0, 1, 2, 3])],
+    ids=["head", "draft head", "norm"],
 )
 def test_a_nan_in_the_heads_is_named(
     change: Callable[[PipelineParams], PipelineParams], ranks: list[int], monkeypatch: pytest.MonkeyPatch
