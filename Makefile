@@ -53,7 +53,8 @@ demo: $(RUNTIME) ## decode with a speculative pipeline on simulated devices, bes
 	$(PY) infer/generate.py --config $(DEMO_CONFIG)
 
 test: lint ## the whole gate: lint, types, import direction, tests
-	$(PY) -m pytest
+	@# Compilations leave a core idle half of the time; a file stays in one process, since its tests share decoders.
+	$(PY) -m pytest -n 2 --dist loadfile
 
 lint: $(TESTING) ## ruff, pyright and the direction of imports
 	$(BIN)/ruff check .
