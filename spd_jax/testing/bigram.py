@@ -108,7 +108,7 @@ def _by_trial(p: np.ndarray, q: np.ndarray, width: int) -> float:
     total = 0.0
     for token in np.flatnonzero(q):
         chance = chances[token]
-        if chance < 1.0 and width > 1:
+        if chance < 1.0 and width > 1 and left.sum() > 1e-12:  # p = q up to rounding leaves nothing
             others = np.where(np.arange(len(q)) == token, 0.0, q)
             chance += (1.0 - chance) * _by_trial(left / left.sum(), others, width - 1)
         total += q[token] * chance
