@@ -91,7 +91,7 @@ def draft_alone(
 def collectives_alone(program: Program, mesh: Mesh, count: int, batch: int = 1) -> Callable[[], Array]:
     """The four collectives of a greedy cycle with their shapes, and nothing else."""
     plan, size = program.plan, program.target.hidden_size
-    changes = len(program.changes)
+    changes = len(plan.changes)
 
     def run(x: Array) -> Array:
         here = x[0]

@@ -25,8 +25,10 @@ from spd_jax.config.run import EngineConfig
 from spd_jax.decode.assemble import Engine, open_engine
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Options, SequenceResult
+from spd_jax.decode.programs import make_caches
 from spd_jax.decode.sampling import Sampling
 from spd_jax.decode.tree import Tree
+from spd_jax.evaluation.acceptance import decode_in_batches
 from spd_jax.evaluation.metrics import acceptance_rates, alpha
 from spd_jax.evaluation.prompts import encode_prompt, read_prompts
 from spd_jax.evaluation.timing import interleave, median, ratio
@@ -60,16 +62,6 @@ def figures(results: list[SequenceResult], num_stages: int, width: int) -> dict[
     }
 
 
-def decode(decoder: PipelineDecoder, prompts: list[list[int]], batch: int, request: Options) -> list[SequenceResult]:
-    """Results of all prompts, in batches; each prompt keeps its random numbers."""
-    results = []
-    for start in range(0, len(prompts), batch):
-        numbers = tuple(range(start, min(start + batch, len(prompts))))
-        chosen = dataclasses.replace(request, sequences=numbers)
-        results += decoder.generate([prompts[number] for number in numbers], chosen).results
-    return results
-
-
 def accept(engine: Engine, decoder: PipelineDecoder, prompts: list[list[int]], job: dict[str, Any], out: Path) -> None:
     """Every form that the file does not have yet."""
     done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
@@ -88,7 +80,7 @@ def accept(engine: Engine, decoder: PipelineDecoder, prompts: list[list[int]], j
                     eos_ids=engine.weights.config.eos_token_ids,
                     tree=tree,
                 )
-                results = decode(decoder, prompts, job["batch"], request)
+                results, _ = decode_in_batches(decoder, prompts, request, batch=job["batch"])
                 line = facts | figures(results, n, width)
                 if temperature == 0.0:
                     ids = [result.ids for result in results]
@@ -112,8 +104,6 @@ def cycle_times(engine: Engine, decoder: PipelineDecoder, widths: list[int], rou
 
 def state_mebibytes(engine: Engine, decoder: PipelineDecoder, width: int) -> float:
     """MiB of the decode state of one sequence on a rank."""
-    from spd_jax.decode.programs import make_caches
-
     caches = jax.eval_shape(
         lambda: make_caches(decoder.program, decoder.mesh, 1, 1024, width, decoder.params.embedding.dtype)
     )

@@ -85,6 +85,12 @@ class StagePlan:
         return tuple(sorted(set(self.anchor_type)))
 
     @property
+    def changes(self) -> tuple[int, ...]:
+        """Depths k >= 1 whose fusion type differs from that of depth k - 1 (depth 1 always counts)."""
+        types = self.anchor_type
+        return tuple(k for k in range(1, len(types)) if k == 1 or types[k] != types[k - 1])
+
+    @property
     def draft_rank(self) -> int:
         """The rank that runs the draft layers."""
         return 0

@@ -79,7 +79,7 @@ def enter(program: Program, params: PipelineParams, taps: Taps, new: Array, toke
     The fused features are sharded over their output dimension: each rank computes its slice from the same taps, and one
     packet carries the slices and the embedding.
     """
-    plan, changes = program.plan, program.changes
+    plan, changes = program.plan, program.plan.changes
     batch, depths, width, anchors, size = taps.taps.shape
     first = jnp.concatenate([taps.newest[:, :, None], jnp.zeros_like(new)], axis=2)[:, None]
     moved = jnp.concatenate([first, taps.taps[:, :-1]], axis=1)  # depths 1..n

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from spd_jax.decode.loop import PipelineDecoder
-from spd_jax.decode.options import Options
+from spd_jax.decode.options import Options, SequenceResult
 from spd_jax.evaluation.metrics import acceptance_rates, alpha, projected_accept_length
 
 
@@ -47,33 +47,8 @@ def acceptance(
     batch: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> Acceptance:
-    """Decode prompts and count.
-
-    The last batch is filled up with a prompt of its own that is not counted again, so that all run the same programs.
-
-    Args:
-        prompts: token ids of each.
-        options: one generation request for all; its `sequences` and `forced_drafts` go by prompt.
-        batch: prompts decoded together.
-        progress: called with the number of prompts done.
-
-    Raises:
-        BatchError: a prompt that cannot be decoded.
-        FaultError: a rank produced NaN or infinity.
-        ValueError: no prompts, or a batch below 1.
-    """
-    if batch < 1 or not prompts:
-        raise ValueError(f"expected prompts and a batch of at least 1, found {len(prompts)} prompts and batch {batch}")
-    results, seconds, size = [], 0.0, min(batch, len(prompts))
-    for start in range(0, len(prompts), size):
-        rows = [row if row < len(prompts) else start for row in range(start, start + size)]
-        chosen, of_rows = [prompts[row] for row in rows], _rows_of(options, rows)
-        decoder.warm_up(chosen, of_rows)
-        generation = decoder.generate(chosen, of_rows)
-        results += generation.results[: len(prompts) - start]
-        seconds += generation.decode_seconds
-        if progress is not None:
-            progress(len(results))
+    """Decode prompts and count; arguments and errors as `decode_in_batches`."""
+    results, seconds = decode_in_batches(decoder, prompts, options, batch=batch, progress=progress)
     n = decoder.program.plan.num_stages
     accepted, rejected = sum(r.accepted for r in results), sum(r.rejected for r in results)
     rates = acceptance_rates([(len(r.ids), r.cycles) for r in results], n)
@@ -91,6 +66,45 @@ def acceptance(
         s0_projected=projected_accept_length(n, share),
         decode_seconds=seconds,
     )
+
+
+def decode_in_batches(
+    decoder: PipelineDecoder,
+    prompts: Sequence[Sequence[int]],
+    options: Options,
+    *,
+    batch: int = 1,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[list[SequenceResult], float]:
+    """Decode prompts; returns the results and the decode seconds, without compilation and prefill.
+
+    The last batch is filled up with a prompt of its own that is not counted again, so that all run the same programs.
+
+    Args:
+        prompts: token ids of each.
+        options: one generation request for all; its `sequences` and `forced_drafts` go by prompt.
+        batch: prompts decoded together.
+        progress: called with the number of prompts done.
+
+    Raises:
+        BatchError: a prompt that cannot be decoded.
+        FaultError: a rank produced NaN or infinity.
+        ValueError: no prompts, or a batch below 1.
+    """
+    if batch < 1 or not prompts:
+        raise ValueError(f"expected prompts and a batch of at least 1, found {len(prompts)} prompts and batch {batch}")
+    results: list[SequenceResult] = []
+    seconds, size = 0.0, min(batch, len(prompts))
+    for start in range(0, len(prompts), size):
+        rows = [row if row < len(prompts) else start for row in range(start, start + size)]
+        chosen, of_rows = [prompts[row] for row in rows], _rows_of(options, rows)
+        decoder.warm_up(chosen, of_rows)
+        generation = decoder.generate(chosen, of_rows)
+        results += generation.results[: len(prompts) - start]
+        seconds += generation.decode_seconds
+        if progress is not None:
+            progress(len(results))
+    return results, seconds
 
 
 def _rows_of(options: Options, rows: Sequence[int]) -> Options:

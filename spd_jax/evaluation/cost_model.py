@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from spd_jax.config.model import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig
 from spd_jax.evaluation.machines import Machine
 from spd_jax.evaluation.metrics import projected_accept_length
-from spd_jax.models.shapes import num_parameters
+from spd_jax.models.shapes import expert_parameters, num_parameters
 from spd_jax.parallel.slots import slot_table
 from spd_jax.parallel.vocab import share_size
 from spd_jax.plan import StagePlan
@@ -76,20 +76,27 @@ def layer_work(kind: LayerConfig, rows: int, setting: Setting) -> Work:
     if rows choose apart), keys and values or memories of each sequence."""
     weights, used = float(num_parameters(kind)), float(num_parameters(kind))
     if isinstance(kind.mlp, ExpertsConfig):
-        mlp, each = kind.mlp, 3 * kind.mlp.intermediate_size * kind.hidden_size
+        mlp, each = kind.mlp, expert_parameters(kind)
         chosen = mlp.num_experts * (1.0 - (1.0 - mlp.top_k / mlp.num_experts) ** (rows * setting.batch))
         weights -= (mlp.num_experts - chosen) * each
         used -= (mlp.num_experts - mlp.top_k) * each
+    past = past_bytes(kind, setting.context, setting.itemsize)
     if isinstance(kind.mixer, AttentionConfig):
         seen = min(setting.context, kind.mixer.window or setting.context)
-        past = setting.itemsize * 2 * kind.mixer.num_kv_heads * kind.mixer.head_dim * seen
         mixing = 4 * kind.mixer.num_heads * kind.mixer.head_dim * seen
     else:
-        state = kind.mixer.num_value_heads * kind.mixer.key_dim * kind.mixer.value_dim
-        past, mixing = 2 * 4 * state * rows, 8 * state  # read and written, in float32, a memory for each row
+        past, mixing = 2 * rows * past, 2 * past  # a memory for each row, read and written
     return Work(
         setting.itemsize * weights + setting.batch * past, setting.batch * rows * (2.0 * used + mixing), layers=1
     )
+
+
+def past_bytes(kind: LayerConfig, context: int, itemsize: int) -> int:
+    """What a layer reads of the past of one row: keys and values that it sees, or its memory in float32."""
+    if isinstance(kind.mixer, AttentionConfig):
+        seen = min(context, kind.mixer.window or context)
+        return itemsize * 2 * kind.mixer.num_kv_heads * kind.mixer.head_dim * seen
+    return 4 * kind.mixer.num_value_heads * kind.mixer.key_dim * kind.mixer.value_dim
 
 
 def product_work(outputs: Number, inputs: Number, rows: Number, itemsize: int) -> Work:
@@ -138,15 +145,15 @@ def spd_cycle(model: ModelConfig, plan: StagePlan, machine: Machine, setting: Se
     ranks, size, item = plan.num_ranks, model.hidden_size, setting.itemsize
     rows, batch = setting.batch * setting.width, setting.batch
     layers = rank_seconds(model, plan, machine, setting)
-    anchors, changes = len(plan.anchors), _changes(plan)
+    anchors, changes = len(plan.anchors), plan.changes
+    at_once = ranks if machine.shared else 1  # devices whose work adds up
     exchange = collective_seconds(machine, ranks, item * rows * size)
     exchange += collective_seconds(machine, ranks, item * size * (batch + rows * anchors))
     heads = total(_heads(model, setting, ranks)).seconds(machine)
-    exchanges = 1 + setting.sampled * setting.width if setting.width > 1 else 1 + setting.sampled
-    heads *= ranks if machine.shared else 1
-    heads += exchanges * collective_seconds(machine, ranks, 8 * ranks * rows * setting.width)
+    exchanges = 1 + setting.sampled * setting.width
+    heads = at_once * heads + exchanges * collective_seconds(machine, ranks, 8 * ranks * rows * setting.width)
     fused = [product_work(size / ranks, (plan.anchor_type[k] + 1) * size, rows, item) for k in changes]
-    enter = total(fused).seconds(machine) * (ranks if machine.shared else 1)
+    enter = at_once * total(fused).seconds(machine)
     enter += collective_seconds(machine, ranks, item * rows * size * (1 + len(changes)))
     parts = {"compute": sum(layers) if machine.shared else max(layers), "exchange": exchange}
     parts |= {"heads": heads, "enter": enter}
@@ -174,14 +181,26 @@ def rank_seconds(model: ModelConfig, plan: StagePlan, machine: Machine, setting:
     return [work.seconds(machine) for work in works]
 
 
+def memory_of_ranks(plan: StagePlan, model: ModelConfig, itemsize: int) -> tuple[int, list[int]]:
+    """Bytes of layer weights that every rank holds, slots without a layer included, and those that each uses."""
+    draft = draft_layer_config(model)
+    table = slot_table(plan, model.layers, draft)
+    size = {kind: itemsize * num_parameters(kind) for kind in table.kinds}
+    used = [
+        sum(size[table.kinds[slot]] for slot in (*stage, *drafts))
+        for stage, drafts in zip(table.stage, table.draft, strict=True)
+    ]
+    return sum(size[kind] for kind in table.kinds), used
+
+
 def rank_memory(model: ModelConfig, plan: StagePlan, setting: Setting) -> tuple[float, ...]:
     """Bytes of weights, slots without a layer included, shares of the vocabulary, and caches, on every rank alike."""
     table = slot_table(plan, model.layers, draft_layer_config(model))
-    weights = sum(num_parameters(kind) for kind in table.kinds)
+    weights, _ = memory_of_ranks(plan, model, setting.itemsize)
     share = share_size(model.vocab_size, plan.num_ranks) * (1 if model.tie_embeddings else 2)
     share += share_size(setting.draft_vocab or model.vocab_size, plan.num_ranks)
     caches = sum(_cache_bytes(kind, plan, setting) for kind in table.kinds)
-    whole = setting.itemsize * (weights + share * model.hidden_size) + setting.batch * caches
+    whole = weights + setting.itemsize * share * model.hidden_size + setting.batch * caches
     return (float(whole),) * plan.num_ranks
 
 
@@ -192,12 +211,6 @@ def _cache_bytes(kind: LayerConfig, plan: StagePlan, setting: Setting) -> int:
     memory = 4 * kind.mixer.num_value_heads * kind.mixer.key_dim * kind.mixer.value_dim
     memory += setting.itemsize * (kind.mixer.conv_kernel - 1) * kind.mixer.channels
     return memory * plan.num_stages * setting.width
-
-
-def _changes(plan: StagePlan) -> list[int]:
-    """Depths whose features are fused anew."""
-    types = plan.anchor_type
-    return [k for k in range(1, len(types)) if k == 1 or types[k] != types[k - 1]]
 
 
 def _heads(model: ModelConfig, setting: Setting, devices: int) -> list[Work]:

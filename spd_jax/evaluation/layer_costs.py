@@ -15,10 +15,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from spd_jax.config.model import AttentionConfig, DeltaNetConfig, ExpertsConfig, LayerConfig
+from spd_jax.config.model import AttentionConfig, ExpertsConfig, LayerConfig
+from spd_jax.evaluation.cost_model import past_bytes
 from spd_jax.evaluation.timing import Timed, interleave, median
 from spd_jax.models.decoder import Ropes, run_layers
-from spd_jax.models.shapes import num_parameters
+from spd_jax.models.shapes import expert_parameters, num_parameters
 from spd_jax.nn.attention import attend_by_position, cache_layout
 from spd_jax.nn.decoder_layer import layer_structure
 from spd_jax.nn.deltanet import Recurrence, empty_memory
@@ -40,13 +41,8 @@ def bytes_read(kind: LayerConfig, context: int, itemsize: int) -> int:
     """Bytes that a layer reads for one token: weights (of experts the chosen ones), keys and values or memory."""
     weights = num_parameters(kind)
     if isinstance(kind.mlp, ExpertsConfig):
-        each = 3 * kind.mlp.intermediate_size * kind.hidden_size
-        weights -= (kind.mlp.num_experts - kind.mlp.top_k) * each
-    if isinstance(kind.mixer, DeltaNetConfig):
-        delta = kind.mixer
-        return itemsize * weights + 4 * delta.num_value_heads * delta.key_dim * delta.value_dim
-    seen = min(context, kind.mixer.window or context)
-    return itemsize * (weights + 2 * kind.mixer.num_kv_heads * kind.mixer.head_dim * seen)
+        weights -= (kind.mlp.num_experts - kind.mlp.top_k) * expert_parameters(kind)
+    return itemsize * weights + past_bytes(kind, context, itemsize)
 
 
 def measure_layers(

@@ -30,10 +30,9 @@ class Machine:
     """One device and its links; bytes, FLOP and seconds.
 
     `memory_share` and `flops_share` are the parts of the vendor's bandwidth and rate that are reached (assumed until
-    measured). A collective over R devices takes `collective_base`,
-    `collective_hop` for each of its R - 1 steps, and its bytes over `link_bandwidth`.
-    `launch` is what a layer costs beyond its memory traffic and arithmetic. `shared`: the devices are simulated on one,
-    so that their work adds up.
+    measured). A collective over R devices takes `collective_base`, `collective_hop` for each of its R - 1 steps, and
+    its bytes over `link_bandwidth`. `launch` is what a layer costs beyond its memory traffic and arithmetic. `shared`:
+    the devices are simulated on one, so that their work adds up.
     """
 
     name: str
@@ -70,10 +69,11 @@ def load_machine(name: str) -> Machine:
         MachineError: neither is there, a field is missing or unknown, or a value is no positive number.
         OSError: the file cannot be read.
     """
-    if name in _list():
-        return _machine(name, _list()[name], name)
+    known = _list()
+    if name in known:
+        return _machine(name, known[name], name)
     if not Path(name).suffix:
-        raise MachineError(f"no machine {name!r}: known are {', '.join(_list())}, or give a YAML file")
+        raise MachineError(f"no machine {name!r}: known are {', '.join(known)}, or give a YAML file")
     tree = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
     if not isinstance(tree, dict):
         raise MachineError(f"{name}: expected the fields of a machine (memory_bandwidth: 3.35e12 and so on)")

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from spd_jax.config.model import LayerConfig, ModelConfig
 from spd_jax.config.plan import PlanConfig
+from spd_jax.evaluation.cost_model import memory_of_ranks
 from spd_jax.evaluation.layer_costs import bytes_read, describe_kind, measure_layers
 from spd_jax.models.shapes import num_parameters
-from spd_jax.parallel.slots import slot_table
 from spd_jax.plan import StagePlan, balanced_plan, make_plan
 from spd_jax.speculation.module import draft_layer_config
 
@@ -59,18 +59,6 @@ def layer_costs(model: ModelConfig, config: PlanConfig) -> dict[int, Costs]:
     pace = sum(times[kind, 1] for kind in kinds) / sum(read[kind] for kind in kinds)
     of_kind = {kind: times[kind, 1] for kind in kinds}
     return {stages: Costs("ms", of_kind, times[draft, stages + 1], heads * pace) for stages in config.stages}
-
-
-def memory_of_ranks(plan: StagePlan, model: ModelConfig, itemsize: int) -> tuple[int, list[int]]:
-    """Bytes of layer weights that every rank holds, slots without a layer included, and those that each uses."""
-    draft = draft_layer_config(model)
-    table = slot_table(plan, model.layers, draft)
-    size = {kind: itemsize * num_parameters(kind) for kind in table.kinds}
-    used = [
-        sum(size[table.kinds[slot]] for slot in (*stage, *drafts))
-        for stage, drafts in zip(table.stage, table.draft, strict=True)
-    ]
-    return sum(size[kind] for kind in table.kinds), used
 
 
 def plan_report(model: ModelConfig, config: PlanConfig) -> list[str]:

@@ -145,9 +145,10 @@ def _advance(record: CycleRecord, stages: _Stages, index: int, *, is_last: bool)
                     node.fate, node.alive = "not taken", False
         kept = [None if column is None or not column.live else column for column in stages]
         dropped = sum(column is None for column in kept) - sum(column is None for column in stages)
+        if not is_last and record.dropped != dropped:  # of the last cycle nothing is logged: the text has ended
+            return kept, f"{dropped} columns died, {record.dropped} logged"
         if dropped or is_last:
-            wrong = is_last or record.dropped == dropped
-            return [None, *kept[:-1]], None if wrong else f"{dropped} columns died, {record.dropped} logged"
+            return [None, *kept[:-1]], None
     parents = {node.row: node for node in in_flight[0].live}
     nodes = _entering(record.drafts, record.parents, parents)
     if nodes is None:

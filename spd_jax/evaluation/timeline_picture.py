@@ -48,8 +48,8 @@ def draw_timeline(timeline: Timeline, title: str, label: Callable[[int], str], *
     panels = max(1, -(-timeline.num_cycles // CYCLES_PER_PANEL))
     shown = min(panels, MOST_PANELS)
     across = CYCLES_PER_PANEL if panels > shown else max(_FEWEST_ACROSS, -(-timeline.num_cycles // panels))
-    height = max(_CELL_HEIGHT, _STRIP_HEIGHT * timeline.width)
-    inner = (_CELL_WIDTH * across, height * timeline.num_stages)
+    cell_height = max(_CELL_HEIGHT, _STRIP_HEIGHT * timeline.width)
+    inner = (_CELL_WIDTH * across, cell_height * timeline.num_stages)
     longest = max((len(_short(label(verdict.token))) for verdict in timeline.verdicts), default=1)
     tree = timeline.width > 1
     legend_columns = 6 + tree if across >= 45 else 3

@@ -28,6 +28,12 @@ def num_parameters(layer: LayerConfig) -> int:
     return sum(math.prod(shape) for shape in layer_shapes(layer).values())
 
 
+def expert_parameters(layer: LayerConfig) -> int:
+    """Parameters of one of a layer's experts, 0 where it has none."""
+    mlp = layer.mlp
+    return 3 * mlp.intermediate_size * layer.hidden_size if isinstance(mlp, ExpertsConfig) else 0
+
+
 def layer_shapes(layer: LayerConfig) -> dict[str, Shape]:
     """Name -> shape of every parameter of a layer, in the order of the forward pass."""
     size, mixer, mlp = layer.hidden_size, layer.mixer, layer.mlp

@@ -63,12 +63,6 @@ class Program:
     draft_all: bool = struct.static()
     shared_head: bool = struct.static()
 
-    @property
-    def changes(self) -> tuple[int, ...]:
-        """Depths k >= 1 whose fusion type differs from that of depth k - 1 (depth 1 always counts)."""
-        types = self.plan.anchor_type
-        return tuple(k for k in range(1, len(types)) if k == 1 or types[k] != types[k - 1])
-
 
 @struct.dataclass
 class PipelineParams:
@@ -264,7 +258,7 @@ def stack_head(
         report("draft head", draft_head.nbytes if own is None else own.nbytes)
     rows_of = draft_rows(shares, share_size(vocab, ranks))
     aggregate = {}
-    for kind in dict.fromkeys(plan.anchor_type[depth] for depth in program.changes):
+    for kind in dict.fromkeys(plan.anchor_type[depth] for depth in plan.changes):
         projection = np.asarray(head.projections[kind].weight[...])
         padded = np.concatenate([projection, np.zeros((-size % ranks, projection.shape[1]), projection.dtype)])
         aggregate[kind] = place_shares(mesh, lambda r, a=padded: np.split(a, ranks)[r], dtype)

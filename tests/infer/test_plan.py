@@ -9,8 +9,9 @@ import pytest
 from infer import plan
 from spd_jax.config.plan import PlanConfig
 from spd_jax.evaluation import plan_report as report
+from spd_jax.evaluation.cost_model import memory_of_ranks
 from spd_jax.evaluation.layer_costs import bytes_read
-from spd_jax.evaluation.plan_report import Costs, memory_of_ranks
+from spd_jax.evaluation.plan_report import Costs
 from spd_jax.models.shapes import num_parameters
 from spd_jax.plan import make_plan
 from spd_jax.weights.load import load_decoder, open_target, read_config
