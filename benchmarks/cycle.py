@@ -29,9 +29,8 @@ from spd_jax.decode.assemble import Engine, open_engine
 from spd_jax.decode.autoregressive import AutoregressiveDecoder
 from spd_jax.decode.batch import Batch, make_batch
 from spd_jax.decode.loop import PipelineDecoder, mode_of
-from spd_jax.decode.options import Options
-from spd_jax.decode.programs import grow_state
 from spd_jax.decode.tree import CHAIN, Tree
+from spd_jax.evaluation.cycle_timing import endless, full_cycles
 from spd_jax.evaluation.timing import Timed, interleave, median, ratio
 from spd_jax.models.decoder import Decoder
 from spd_jax.parallel.mesh import simulate_devices
@@ -50,15 +49,10 @@ class Baseline:
     ids: list[int]
 
 
-def options(tokens: int, drafts: list[list[int]] | None = None, tree: Tree = CHAIN) -> Options:
-    """A greedy request that nothing ends early."""
-    return Options(max_new_tokens=tokens, eos_ids=(2,), ignore_eos=True, forced_drafts=drafts, tree=tree)
-
-
 def autoregressive(base: Baseline, capacity: int) -> Timed:
     """Steps at a fixed context in a cache of `capacity` positions."""
     decoder = base.decoder
-    batch = make_batch([base.prompt], options(2048), decoder.config.vocab_size, decoder.max_length)
+    batch = make_batch([base.prompt], endless(2048), decoder.config.vocab_size, decoder.max_length)
     prefill, dispatch, grow = decoder.compiled(batch.options.sampling.mode, False)
     request = decoder.request(batch)
     state, _, _ = prefill(decoder.weights, request, *decoder.prompt_arrays(batch))
@@ -75,24 +69,7 @@ def pipelined(
     name: str, decoder: PipelineDecoder, base: Baseline, capacity: int, batch_size: int = 1, tree: Tree = CHAIN
 ) -> Timed:
     """Cycles with all stages busy: the oracle head is always right and the pipeline has been filled."""
-    batch = make_batch(
-        [base.prompt] * batch_size,
-        options(2048, [base.ids] * batch_size, tree),
-        decoder.program.target.vocab_size,
-        decoder.max_length,
-    )
-    request, banned = decoder.request(batch)
-    mode = mode_of(batch.options)
-    state, _, _ = decoder.prefill(batch, mode, request, banned)
-    if state.caches[0].v.shape[-2] < capacity:
-        state = grow_state(state, capacity)
-    dispatch = decoder.dispatch(mode)
-    state, _ = dispatch(decoder.params, request, state, banned)  # fills the pipeline
-
-    def prepare() -> tuple[Any, ...]:
-        return (jax.tree.map(jnp.copy, state),)
-
-    return Timed(name, lambda s: dispatch(decoder.params, request, s, banned), CYCLES, prepare)
+    return full_cycles(name, decoder, base.prompt, base.ids, capacity, batch_size=batch_size, tree=tree)
 
 
 def limited(decoder: PipelineDecoder, max_length: int) -> PipelineDecoder:
@@ -106,7 +83,7 @@ def prefills(decoder: PipelineDecoder, base: Baseline, tokens: int) -> list[Time
     """Prefill of a long prompt on the mesh and on one device, both with the same chunks."""
     prompt = [int(t) for t in np.random.default_rng(0).integers(20, 2000, tokens)]
     one = base.decoder
-    batch = make_batch([prompt], options(64), one.config.vocab_size, one.max_length)
+    batch = make_batch([prompt], endless(64), one.config.vocab_size, one.max_length)
     single, _, _ = one.compiled(batch.options.sampling.mode, False)
     single_request = one.request(batch)
     request, banned = decoder.request(batch)
@@ -230,7 +207,7 @@ def main(
     first = next(iter(engines.values()))
     decoder, model = first.baseline()
     prompt = [int(t) for t in np.random.default_rng(1).integers(20, 2000, CONTEXT)]
-    ids = decoder.generate([prompt], options(16 * CYCLES)).results[0].ids
+    ids = decoder.generate([prompt], endless(16 * CYCLES)).results[0].ids
     base = Baseline(decoder, model, prompt, ids)
     figures: dict[str, Any] = {}
     for n, engine in engines.items():

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from cycle import CONTEXT, CYCLES, Baseline, options, pipelined
+from cycle import CONTEXT, CYCLES, Baseline, pipelined
 from jsonargparse import auto_cli
 
 from spd_jax.config.run import EngineConfig
@@ -27,8 +27,9 @@ from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Options, SequenceResult
 from spd_jax.decode.programs import make_caches
 from spd_jax.decode.sampling import Sampling
-from spd_jax.decode.tree import Tree
+from spd_jax.decode.tree import Proposal, Tree
 from spd_jax.evaluation.acceptance import decode_in_batches
+from spd_jax.evaluation.cycle_timing import endless
 from spd_jax.evaluation.metrics import acceptance_rates, alpha
 from spd_jax.evaluation.prompts import encode_prompt, read_prompts
 from spd_jax.evaluation.timing import interleave, median, ratio
@@ -38,9 +39,10 @@ from spd_jax.parallel.mesh import simulate_devices
 PROMPTS = [f"tests/data/eval/{name}.jsonl" for name in ("mt_bench", "gsm8k", "humaneval")]
 
 
-def forms(width: int, temperature: float, *, compare: bool) -> list[Tree]:
-    """Trees of a width: both proposals where they differ, and what a tree is without its two rules."""
-    found = [Tree(width, proposal) for proposal in ("top", "sample") if temperature or proposal == "top"]
+def forms(width: int, temperature: float, proposals: list[Proposal], *, compare: bool) -> list[Tree]:
+    """Trees of a width: the proposals where they differ, and what a tree is without its two rules."""
+    differ: list[Proposal] = proposals if temperature else ["top"]
+    found = [Tree(width, proposal) for proposal in differ]
     if compare and width > 1:
         rules = [{"survivors": "best"}, {"rollback": "full"}, {"survivors": "best", "rollback": "full"}]
         found += [dataclasses.replace(found[0], **changes) for changes in rules]
@@ -69,14 +71,16 @@ def accept(engine: Engine, decoder: PipelineDecoder, prompts: list[list[int]], j
     n = engine.plan.num_stages
     for temperature in job["temperatures"]:
         for width in job["widths"]:
-            for tree in forms(width, temperature, compare=n == 8 and width == 4 and temperature == 0.0):
+            top_k = job["top_k"] if temperature else 0
+            compare = n == 8 and width == 4 and temperature == 0.0
+            for tree in forms(width, temperature, job["proposals"], compare=compare):
                 facts = {"stages": n, "temperature": temperature, **dataclasses.asdict(tree)}
-                facts |= {"prompts": len(prompts), "max_new_tokens": job["tokens"]}
+                facts |= {"top_k": top_k, "prompts": len(prompts), "max_new_tokens": job["tokens"]}
                 if any(facts.items() <= line.items() for line in done):
                     continue
                 request = Options(
                     max_new_tokens=job["tokens"],
-                    sampling=Sampling(temperature),
+                    sampling=Sampling(temperature, top_k),
                     eos_ids=engine.weights.config.eos_token_ids,
                     tree=tree,
                 )
@@ -95,7 +99,7 @@ def cycle_times(engine: Engine, decoder: PipelineDecoder, widths: list[int], rou
     """Milliseconds of a cycle with all stages busy at every width, and their ratios to the chain's."""
     plain, model = engine.baseline()
     prompt = [int(t) for t in np.random.default_rng(1).integers(20, 2000, CONTEXT)]
-    base = Baseline(plain, model, prompt, plain.generate([prompt], options(16 * CYCLES)).results[0].ids)
+    base = Baseline(plain, model, prompt, plain.generate([prompt], endless(16 * CYCLES)).results[0].ids)
     found = interleave([pipelined(f"W = {w}", decoder, base, 512, tree=Tree(w)) for w in widths], rounds)
     times: dict[str, Any] = {name: round(median(values), 2) for name, values in found.items()}
     times |= {f"{name} / W = 1": round(ratio(values, found["W = 1"]), 3) for name, values in found.items()}
@@ -116,6 +120,8 @@ def main(
     stages: list[int] = [4, 8, 16],  # noqa: B006 (command-line defaults)
     widths: list[int] = [1, 2, 4, 8],  # noqa: B006
     temperatures: list[float] = [0.0, 1.0],  # noqa: B006
+    proposals: list[Proposal] = ["top", "sample"],  # noqa: B006
+    top_k: int = 0,
     prompts: list[str] = PROMPTS,
     limit: int | None = None,
     max_new_tokens: int = 64,
@@ -129,6 +135,7 @@ def main(
     file = Path(out)
     file.parent.mkdir(parents=True, exist_ok=True)
     job = {"temperatures": temperatures, "widths": widths, "tokens": max_new_tokens, "batch": batch}
+    job |= {"proposals": proposals, "top_k": top_k}
     for n in stages:
         engine = open_engine(EngineConfig(target=target, head=head, stages=n, cycles_per_dispatch=CYCLES))
         decoder = engine.pipeline()

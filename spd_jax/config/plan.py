@@ -10,33 +10,67 @@ from spd_jax.plan import Layout
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
-    """One run of infer/plan.py: how to cut a model into stages, and what that costs.
+    """One run of infer/plan.py: what a pipeline would give for a model on a machine, and which one is best.
 
     Args:
-        model: the model: a folder with config.json, that file itself, a .gguf file, package:name/file.gguf or a hub id.
-            No weights are read.
-        stages: numbers of pipeline stages n to plan for.
+        model: the model: qwen3.5-4b, qwen3.5-9b, qwen3-8b, llama-3.1-8b, llama-3.1-70b, smollm2-135m, a folder with
+            config.json, that file itself, a .gguf file, package:name/file.gguf or a hub id. No weights are read.
+        machine: the devices: h100, h200, a100, tpu-v5e, tpu-v5p, tpu-v6e, h100-eager, cpu (simulated devices on this
+            machine), or a YAML file of your own with the fields of an entry of spd_jax/evaluation/machines.yaml.
+        devices: how many there are.
+        stages: numbers of pipeline stages n to consider (default: all from two on that the devices allow).
         layout: separate puts the draft layers on a device of their own (n + 1 devices), beside puts them beside the
-            first stage (n devices).
-        num_draft_layers: layers of the speculation module.
-        dtype: of weights.
-        measure: time one layer of each kind on this machine's first device; without it the cost of a layer is the bytes
-            of weights that it reads for a token.
-        context: positions in the caches while layers are measured.
+            first stage (n devices); default: both.
+        num_draft_layers: layers of the speculation module (default: 1 to 4).
+        draft_vocab: tokens that the head can draft; 0 for all of them, scored by the target's own rows.
+        width: rows of the draft tree.
+        batch: sequences at a time.
+        context: positions in the caches.
+        temperature: above 0 tokens are sampled, which exchanges more.
+        dtype: of weights and caches.
+        alphas: shares of right drafts to predict for, those of a head for n = 8 and four draft layers; the best plan is
+            for the last of them.
+        measure: time the model's layers, the heads, the exchanges and the program itself on the devices that are here
+            and use that; exchanges over more devices than there are stay the machine's.
+        traces: results to replay over the best plan: of infer/evaluate.py (samples.*.jsonl) or infer/generate.py
+            (--json).
+        jitter: with traces, how much the time of every piece varies: standard deviation over mean.
+        json: write the best plan and its prediction to this file.
+        plot: draw tokens a second, which method wins where, and one cycle, to this PNG.
     """
 
     model: str
-    stages: tuple[int, ...] = (4, 8)
-    layout: Layout = "separate"
-    num_draft_layers: int = 3
-    dtype: Dtype = "bfloat16"
-    measure: bool = False
+    machine: str = "h100"
+    devices: int = 8
+    stages: tuple[int, ...] = ()
+    layout: Layout | None = None
+    num_draft_layers: int | None = None
+    draft_vocab: int = 32000
+    width: int = 1
+    batch: int = 1
     context: int = 1024
+    temperature: float = 0.0
+    dtype: Dtype = "bfloat16"
+    alphas: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8)
+    measure: bool = False
+    traces: tuple[str, ...] = ()
+    jitter: float = 0.0
+    json: str | None = None
+    plot: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.stages:
-            raise ValueError("stages is empty: give at least one number of stages")
         for number in self.stages:
-            at_least(1, "stages", number)
-        at_least(1, "num_draft_layers", self.num_draft_layers)
-        at_least(1, "context", self.context)
+            at_least(2, "stages", number)
+        at_least(2, "devices", self.devices)
+        for name in ("num_draft_layers", "width", "batch", "context"):
+            at_least(1, name, getattr(self, name))
+        at_least(0, "draft_vocab", self.draft_vocab)
+        if not self.alphas:
+            raise ValueError("alphas is empty: give at least one share of right drafts")
+        for alpha in self.alphas:
+            if not 0.0 <= alpha <= 1.0:
+                raise ValueError(f"alphas are shares from 0 to 1, found {alpha}")
+        if not 0.0 <= self.jitter < 1.0:
+            raise ValueError(f"jitter must lie in [0, 1), found {self.jitter}")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be a finite number >= 0, found {self.temperature}")

@@ -1,12 +1,13 @@
-"""What one layer of each kind costs for a token: bytes that it reads, or time measured on this machine.
+"""What layers of each kind and matrix products take on this machine's first device, measured.
 
-Knows layers and caches of one device; nothing of stages.
+In loops in which each step needs the one before, over copies of the weights that together exceed a processor's cache:
+in a model too the next layer's weights are not there yet. Knows layers and caches of one device; nothing of stages.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -16,15 +17,16 @@ from flax import nnx
 from jaxtyping import Array
 
 from spd_jax.config.model import AttentionConfig, ExpertsConfig, LayerConfig
-from spd_jax.evaluation.cost_model import past_bytes
+from spd_jax.evaluation.costs import Setting
 from spd_jax.evaluation.timing import Timed, interleave, median
-from spd_jax.models.decoder import Ropes, run_layers
-from spd_jax.models.shapes import expert_parameters, num_parameters
+from spd_jax.models.decoder import Ropes, head_logits, run_layers
+from spd_jax.models.shapes import num_parameters
 from spd_jax.nn.attention import attend_by_position, cache_layout
 from spd_jax.nn.decoder_layer import layer_structure
 from spd_jax.nn.deltanet import Recurrence, empty_memory
 
-ROUNDS = 20
+ROUNDS, STEPS = 9, 4
+BEYOND_CACHES, MOST_COPIES = 128 * 2**20, 16
 
 
 def describe_kind(kind: LayerConfig) -> str:
@@ -37,44 +39,81 @@ def describe_kind(kind: LayerConfig) -> str:
     return f"{mixer}, {inner}"
 
 
-def bytes_read(kind: LayerConfig, context: int, itemsize: int) -> int:
-    """Bytes that a layer reads for one token: weights (of experts the chosen ones), keys and values or memory."""
-    weights = num_parameters(kind)
-    if isinstance(kind.mlp, ExpertsConfig):
-        weights -= (kind.mlp.num_experts - kind.mlp.top_k) * expert_parameters(kind)
-    return itemsize * weights + past_bytes(kind, context, itemsize)
-
-
 def measure_layers(
-    rows_of_kind: Sequence[tuple[LayerConfig, int]], context: int, dtype: Any
+    pairs: Iterable[tuple[LayerConfig, int]], setting: Setting, dtype: Any
 ) -> dict[tuple[LayerConfig, int], float]:
-    """Milliseconds of a layer on so many rows at `context` positions, medians of interleaved rounds."""
-    pairs = list(dict.fromkeys(rows_of_kind))
-    things = [Timed(str(index), _prepared(*pair, context, dtype)) for index, pair in enumerate(pairs)]
-    times = interleave(things, ROUNDS)
-    return {pair: median(times[str(index)]) for index, pair in enumerate(pairs)}
+    """Milliseconds of a layer on so many rows of each sequence, medians of rounds; a kind's numbers of rows in turn."""
+    found: dict[tuple[LayerConfig, int], float] = {}
+    by_kind: dict[LayerConfig, set[int]] = {}
+    for kind, rows in pairs:
+        by_kind.setdefault(kind, set()).add(rows)
+    for kind, counts in by_kind.items():
+        copies = _copies(num_parameters(kind) * jnp.dtype(dtype).itemsize)
+        states = [_random_layer(kind, seed, dtype) for seed in range(copies)]
+        things = [
+            Timed(str(rows), _layer_loop(kind, states, rows, setting, dtype), STEPS * copies) for rows in sorted(counts)
+        ]
+        found |= {(kind, int(rows)): median(times) for rows, times in interleave(things, ROUNDS).items()}
+    return found
 
 
-def _prepared(kind: LayerConfig, rows: int, context: int, dtype: Any) -> Callable[[], Any]:
-    graphdef, shapes = layer_structure(kind)
-    rng, mixer = np.random.default_rng(0), kind.mixer
+def measure_products(sizes: Iterable[tuple[int, int, int]], dtype: Any) -> dict[tuple[int, int, int], float]:
+    """Milliseconds of a head of (outputs, inputs) on so many rows, with the largest of every row's results."""
+    found = {}
+    for outputs, inputs, rows in sorted(sizes):
+        rng, copies = np.random.default_rng(0), _copies(outputs * inputs * jnp.dtype(dtype).itemsize)
+        tables = [jnp.asarray(rng.standard_normal((outputs, inputs), np.float32), dtype) for _ in range(copies)]
+        x = jnp.asarray(rng.standard_normal((rows, inputs), np.float32), dtype)
+
+        @jax.jit
+        def run(tables: list[Array], x: Array) -> Array:
+            def body(step: Array, x: Array) -> Array:
+                for table in tables:
+                    x = x + (1e-6 * jnp.max(head_logits(x, table), axis=-1, keepdims=True)).astype(x.dtype)
+                return x
+
+            return jax.lax.fori_loop(0, STEPS, body, x)
+
+        timed = Timed("", functools.partial(run, tables, x), STEPS * copies)
+        found[outputs, inputs, rows] = median(interleave([timed], ROUNDS)[""])
+    return found
+
+
+def _copies(size: int) -> int:
+    """How many copies of so many bytes exceed a cache; one, where a whole model would not."""
+    copies = max(-(-BEYOND_CACHES // size), 1)
+    return copies if copies <= MOST_COPIES else 1
+
+
+def _random_layer(kind: LayerConfig, seed: int, dtype: Any) -> Any:
+    rng, (_, shapes) = np.random.default_rng(seed), layer_structure(kind)
     values = [(path, 0.02 * rng.standard_normal(shape, np.float32)) for path, shape in shapes.items()]
-    state = nnx.from_flat_state([(path, nnx.Param(jnp.asarray(value, dtype))) for path, value in values])
-    x = jnp.asarray(rng.standard_normal((1, rows, kind.hidden_size)), dtype)
-    positions = context + jnp.arange(rows, dtype=jnp.int32)[None]
+    return nnx.from_flat_state([(path, nnx.Param(jnp.asarray(value, dtype))) for path, value in values])
+
+
+def _layer_loop(kind: LayerConfig, states: list[Any], rows: int, setting: Setting, dtype: Any) -> Callable[[], Any]:
+    graphdef, mixer, batch, context = layer_structure(kind)[0], kind.mixer, setting.batch, setting.context
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((batch, rows, kind.hidden_size)), dtype)
+    positions = jnp.broadcast_to(context + jnp.arange(rows, dtype=jnp.int32), (batch, rows))
     if isinstance(mixer, AttentionConfig):
         heads, size = mixer.num_kv_heads, mixer.head_dim
-        kept: Any = tuple(jnp.zeros((1, heads, *shape), dtype) for shape in ((size, context), (context, size)))
+        kept: Any = tuple(jnp.zeros((batch, heads, *shape), dtype) for shape in ((size, context), (context, size)))
     else:
-        kept = empty_memory(mixer, 1, dtype)
+        kept = empty_memory(mixer, batch, dtype)
 
     def attend(k: Array, v: Array, q: Array, new_k: Array, new_v: Array, config: AttentionConfig) -> Any:
-        length, new = jnp.full((1,), context, jnp.int32), cache_layout(new_k, new_v)
+        length, new = jnp.full((batch,), context, jnp.int32), cache_layout(new_k, new_v)
         return attend_by_position(q, (k, v), length, new, positions, positions, config), new
 
     @jax.jit
-    def run(state: Any, x: Array, kept: Any) -> Any:
-        past = functools.partial(attend, *kept) if isinstance(mixer, AttentionConfig) else Recurrence(kept)
-        return run_layers([nnx.merge(graphdef, state)], x, Ropes(positions), [past])
+    def run(states: list[Any], x: Array, kept: Any) -> Array:
+        def body(step: Array, x: Array) -> Array:
+            for state in states:
+                past = functools.partial(attend, *kept) if isinstance(mixer, AttentionConfig) else Recurrence(kept)
+                hiddens, _ = run_layers([nnx.merge(graphdef, state)], x, Ropes(positions), [past])
+                x = x + 1e-6 * hiddens[-1]
+            return x
 
-    return lambda: run(state, x, kept)
+        return jax.lax.fori_loop(0, STEPS, body, x)
+
+    return lambda: run(states, x, kept)

@@ -1,6 +1,6 @@
 """What a device of a machine can do: figures with their sources, from the list that comes along or a file of one's own.
 
-Numbers only; what a model does with them is `spd_jax.evaluation.cost_model`.
+Numbers only; what layers and products make of them is `spd_jax.evaluation.costs`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ COLLECTIVE_BASE, COLLECTIVE_HOP = 6.6e-6, 0.6e-6
 TPU_COLLECTIVE_BASE, TPU_COLLECTIVE_HOP = 1.0e-6, 1.0e-6
 
 
+MAY_BE_ZERO = ("collective_base", "collective_hop", "launch", "start", "control")
+
+
 class MachineError(ValueError):
     """A machine that is not known, or a file that does not describe one; says what is there or what is missing."""
 
@@ -31,8 +34,9 @@ class Machine:
 
     `memory_share` and `flops_share` are the parts of the vendor's bandwidth and rate that are reached (assumed until
     measured). A collective over R devices takes `collective_base`, `collective_hop` for each of its R - 1 steps, and
-    its bytes over `link_bandwidth`. `launch` is what a layer costs beyond its memory traffic and arithmetic. `shared`:
-    the devices are simulated on one, so that their work adds up.
+    its bytes over `link_bandwidth`. What has to be fitted or measured, 0 where nobody has: `launch`, what a layer costs
+    beyond its memory traffic and arithmetic; `start`, the same of a device's pass over its layers; `control`, of a
+    cycle. `shared`: the devices are simulated on one, so that their work adds up.
     """
 
     name: str
@@ -43,6 +47,8 @@ class Machine:
     collective_base: float
     collective_hop: float
     launch: float = 0.0
+    start: float = 0.0
+    control: float = 0.0
     memory_share: float = 0.8
     flops_share: float = 0.5
     shared: bool = False
@@ -52,7 +58,7 @@ class Machine:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            least = 0.0 if field.name in ("collective_base", "collective_hop", "launch") else math.ulp(0.0)
+            least = 0.0 if field.name in MAY_BE_ZERO else math.ulp(0.0)
             if isinstance(value, float) and not least <= value < math.inf:
                 raise MachineError(f"machine {self.name}: {field.name} must be a positive number, found {value}")
 

@@ -1,131 +1,190 @@
-"""How a model can be cut into stages: the even cut, the balanced one, and the memory of a rank.
-
-The slowest rank sets the length of a cycle: a stage's layers, or the draft layers where they have a rank of their own.
-Heads and projections are sharded over all ranks and weigh on each alike.
-"""
+"""What a pipeline would give, as text: kinds of layers, the plans, what else the devices could do, and a verdict."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Mapping
 
-import jax.numpy as jnp
-
-from spd_jax.config.model import LayerConfig, ModelConfig
-from spd_jax.config.plan import PlanConfig
-from spd_jax.evaluation.cost_model import memory_of_ranks
-from spd_jax.evaluation.layer_costs import bytes_read, describe_kind, measure_layers
+from spd_jax.evaluation.cost_model import memory_of_ranks, rank_seconds
+from spd_jax.evaluation.layer_costs import describe_kind
+from spd_jax.evaluation.metrics import alpha
+from spd_jax.evaluation.plan_job import Planned
+from spd_jax.evaluation.plan_picture import draw_plan
+from spd_jax.evaluation.planner import Candidate, best
+from spd_jax.evaluation.report import write_json
+from spd_jax.evaluation.samples import RIGHT, WRONG
+from spd_jax.evaluation.simulator import simulate
+from spd_jax.files import write_whole
 from spd_jax.models.shapes import num_parameters
-from spd_jax.plan import StagePlan, balanced_plan, make_plan
+from spd_jax.plan import make_plan
 from spd_jax.speculation.module import draft_layer_config
 
-MIB = 2**20
+MIB, GB, MICRO = 2**20, 1e9, 1e6
 PADDING_WORTH_SAYING = 0.25
 
 
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """Cost of a target layer of each kind, of a draft layer and of both heads on one device, all in `unit`."""
-
-    unit: str
-    layer: Mapping[LayerConfig, float]
-    draft_layer: float
-    heads: float
-
-    def ranks(self, plan: StagePlan, model: ModelConfig) -> list[float]:
-        """Of every rank: its layers, its share of the heads."""
-        found = [self.heads / plan.num_ranks] * plan.num_ranks
-        for rank in range(plan.num_ranks):
-            stage = plan.stage_of_rank(rank)
-            if stage is not None:
-                found[rank] += sum(self.layer[model.layers[index]] for index in plan.layers_of_stage(stage))
-        found[plan.draft_rank] += plan.num_draft_layers * self.draft_layer
-        return found
-
-
-def layer_costs(model: ModelConfig, config: PlanConfig) -> dict[int, Costs]:
-    """Costs for each number of stages, by bytes or measured; draft layers read their weights once for n + 1 rows."""
-    itemsize, draft = jnp.dtype(config.dtype).itemsize, draft_layer_config(model)
-    kinds = list(dict.fromkeys(model.layers))
-    read = {kind: bytes_read(kind, config.context, itemsize) for kind in [*kinds, draft]}
-    heads = 2 * itemsize * model.vocab_size * model.hidden_size
-    if not config.measure:
-        costs = Costs("MiB", {kind: read[kind] / MIB for kind in kinds}, read[draft] / MIB, heads / MIB)
-        return dict.fromkeys(config.stages, costs)
-    drafts = [(draft, stages + 1) for stages in config.stages]
-    times = measure_layers([*((kind, 1) for kind in kinds), *drafts], config.context, config.dtype)
-    # Heads are large products of one row: as fast a byte as the layers on average.
-    pace = sum(times[kind, 1] for kind in kinds) / sum(read[kind] for kind in kinds)
-    of_kind = {kind: times[kind, 1] for kind in kinds}
-    return {stages: Costs("ms", of_kind, times[draft, stages + 1], heads * pace) for stages in config.stages}
-
-
-def plan_report(model: ModelConfig, config: PlanConfig) -> list[str]:
-    """The report as lines of text.
-
-    Raises:
-        ValueError: more stages than layers.
-    """
-    itemsize = jnp.dtype(config.dtype).itemsize
-    counts = Counter(model.layers)
-    lines = [
-        f"model {model.family}: {model.num_layers} layers, hidden size {model.hidden_size}, vocabulary "
-        f"{model.vocab_size:,}; weights in {config.dtype}, {config.context:,} positions",
+def plan_report(planned: Planned) -> list[str]:
+    """The report as lines of text."""
+    config, model = planned.config, planned.model
+    setting = planned.costs.setting
+    drafted = "all tokens" if setting.draft_vocab is None else f"{setting.draft_vocab:,} tokens"
+    return [
+        f"model {config.model} ({model.family}): {model.num_layers} layers, hidden size {model.hidden_size}, "
+        f"vocabulary {model.vocab_size:,}; {planned.weight_bytes / GB:.2f} GB in {config.dtype}",
+        f"machine {planned.machine.name} ({planned.machine.description or 'of your own'}), {config.devices} devices; "
+        f"{'measured here' if config.measure else 'predicted from its figures'}",
+        f"{config.context:,} positions, B = {config.batch}, W = {config.width}, drafts out of {drafted}",
         "",
+        *_kind_lines(planned),
+        "",
+        *_rival_lines(planned),
+        "",
+        *_candidate_lines(planned),
+        "",
+        *_cut_lines(planned),
+        "",
+        *_verdict_lines(planned),
     ]
-    costs = layer_costs(model, config)
-    lines += _kind_lines(counts, draft_layer_config(model), costs[config.stages[0]], itemsize)
-    for stages in config.stages:
-        lines += ["", *_cut_lines(model, config, stages, costs[stages], itemsize)]
+
+
+def _kind_lines(planned: Planned) -> list[str]:
+    counts = Counter(planned.model.layers)
+    draft, width = draft_layer_config(planned.model), planned.config.width
+    rows = [(describe_kind(kind), count, kind, width) for kind, count in counts.items()]
+    draft_rows = planned.best.plan.num_stages * width + 1
+    rows.append((f"draft layer ({describe_kind(draft)}) on {draft_rows} rows", 0, draft, draft_rows))
+    wide = max(len(name) for name, *_ in rows)
+    lines = [f"{'kind':<{wide}}  layers   parameters       MiB         µs"]
+    for name, count, kind, on in rows:
+        parameters = num_parameters(kind)
+        held = planned.costs.setting.itemsize * parameters / MIB
+        spent = MICRO * planned.costs.layer(kind, on)
+        lines.append(f"{name:<{wide}}  {count or '':>6}  {parameters:>11,}  {held:>8.1f}  {spent:>9,.1f}")
     return lines
 
 
-def _kind_lines(counts: Counter[LayerConfig], draft: LayerConfig, costs: Costs, itemsize: int) -> list[str]:
-    rows = [(describe_kind(kind), count, num_parameters(kind), costs.layer[kind]) for kind, count in counts.items()]
-    rows += [(f"draft layer ({describe_kind(draft)})", 0, num_parameters(draft), costs.draft_layer)]
-    width = max(len(name) for name, *_ in rows)
-    lines = [f"{'kind':<{width}}  layers  parameters      MiB  {costs.unit + ' a token':>12}"]
-    for name, count, parameters, cost in rows:
-        held = itemsize * parameters / MIB
-        lines.append(f"{name:<{width}}  {count or '':>6}  {parameters:>10,}  {held:>7.1f}  {cost:>12.2f}")
-    return [*lines, f"{'both heads, over all ranks':<{width}}  {'':>6}  {'':>10}  {'':>7}  {costs.heads:>12.2f}"]
-
-
-def _cut_lines(model: ModelConfig, config: PlanConfig, stages: int, costs: Costs, itemsize: int) -> list[str]:
-    even = make_plan(model.num_layers, stages, num_draft_layers=config.num_draft_layers, layout=config.layout)
-    balanced = balanced_plan(
-        [costs.layer[kind] for kind in model.layers],
-        stages,
-        num_draft_layers=config.num_draft_layers,
-        draft_layer_cost=costs.draft_layer,
-        head_cost=costs.heads,
-        layout=config.layout,
-    )
-    lines = [f"{stages} stages, {config.layout}: {even.num_ranks} ranks, {config.num_draft_layers} draft layers"]
-    slowest = max(costs.ranks(even, model))
-    for name, plan in (("even", even), ("balanced", balanced)):
-        ranks = costs.ranks(plan, model)
-        rank = ranks.index(max(ranks))
-        stage = plan.stage_of_rank(rank)
-        where = "the draft rank" if stage is None else f"stage {stage}"
-        where += " with the draft layers" if stage is not None and rank == plan.draft_rank else ""
-        held, used = memory_of_ranks(plan, model, itemsize)
-        padding = 1 - sum(used) / (held * len(used))
-        lines += [
-            f"  {name:<8} {list(plan.stage_layers)}",
-            f"           slowest rank {max(ranks):.2f} {costs.unit} ({where}), {max(ranks) / slowest:.3f} of the even "
-            f"cut's; the fastest {min(ranks):.2f}",
-            f"           layer weights a rank: {held / MIB:,.0f} MiB held, {min(used) / MIB:,.0f} to "
-            f"{max(used) / MIB:,.0f} used, {100 * padding:.0f} % padding" + _advice(padding, config),
-        ]
+def _rival_lines(planned: Planned) -> list[str]:
+    config, found = planned.config, planned.rivals
+    alone = "" if planned.weight_bytes <= planned.machine.memory else "; its memory does not hold the weights"
+    lines = [f"{'without a pipeline':<48}  µs a token  tokens/s"]
+    for name, seconds, note in (
+        ("token by token, one device", found.autoregressive, alone),
+        (f"token by token, tensor-parallel over {config.devices}", found.tensor_parallel, ""),
+    ):
+        lines.append(f"{name:<48}  {MICRO * seconds:>10,.0f}  {1 / seconds:>8,.0f}{note}")
+    for right in config.alphas:
+        speed, steps = found.serial_draft(right)
+        name = f"the same with a serial draft, {steps} steps, α {right:g}"
+        lines.append(f"{name:<48}  {MICRO / speed:>10,.0f}  {speed:>8,.0f}")
     return lines
 
 
-def _advice(padding: float, config: PlanConfig) -> str:
-    """What lowers the padding, where it is worth saying."""
-    if padding <= PADDING_WORTH_SAYING:
-        return ""
-    less = [] if config.layout == "beside" else ["--layout beside (the draft layers beside a smaller first stage)"]
-    less += ["stages that repeat the model's pattern of layers", "fewer draft layers"]
-    return "\n           less padding: " + "; ".join(less)
+def _candidate_lines(planned: Planned) -> list[str]:
+    """For every number of stages and layout the draft layers that are best."""
+    alphas = planned.config.alphas
+    speeds = " ".join(f"{f'α {right:g}':>7}" for right in alphas)
+    lines = [
+        f"{'':<26} {'µs a cycle':>10} {'compute':>9} {'exchange':>9} {'heads':>7} {'enter':>7} {'control':>8} "
+        f"{'idle':>5} {'GB a rank':>10} {'published':>10}   tokens/s at {speeds}"
+    ]
+    groups: dict[tuple[int, str], list[Candidate]] = {}
+    for candidate in planned.candidates:
+        groups.setdefault((candidate.plan.num_stages, candidate.plan.layout), []).append(candidate)
+    for (n, layout), group in groups.items():
+        one = best(group, planned.alpha)
+        cycle = one.cycle
+        parts = [MICRO * cycle.parts[name] for name in ("compute", "exchange", "heads", "enter", "control")]
+        speeds = " ".join(f"{one.tokens_per_second(right):>7,.0f}" for right in alphas)
+        mark = "*" if one == planned.best else " "
+        held = max(cycle.memory) / GB
+        lines.append(
+            f"{mark} n = {n:<2} {layout:<8} Ls = {one.plan.num_draft_layers:<4} {MICRO * cycle.seconds:>10,.0f} "
+            f"{parts[0]:>9,.0f} {parts[1]:>9,.0f} {parts[2]:>7,.0f} {parts[3]:>7,.0f} {parts[4]:>8,.0f} "
+            f"{cycle.idle_share:>5.0%} {held:>9.2f}{' ' if planned.fits(one) else '!'} "
+            f"{MICRO * one.published_seconds:>10,.0f}               {speeds}"
+        )
+    if any("! " in line for line in lines):
+        lines.append(f"! more than the {planned.machine.memory / GB:.0f} GB of a device")
+    return lines
+
+
+def _cut_lines(planned: Planned) -> list[str]:
+    """The best plan: its stages, whether even ones would do, and what its slots hold for nothing."""
+    model, plan, costs = planned.model, planned.best.plan, planned.costs
+    even = make_plan(model.num_layers, plan.num_stages, num_draft_layers=plan.num_draft_layers, layout=plan.layout)
+    slowest, of_even = (max(rank_seconds(model, one, costs)) for one in (plan, even))
+    held, used = memory_of_ranks(plan, model, costs.setting.itemsize)
+    padding = 1 - sum(used) / (held * len(used))
+    layers = f"layers of its stages {list(plan.stage_layers)}"
+    if of_even > 1.001 * slowest:
+        layers += f"; even ones {list(even.stage_layers)} would be {of_even / slowest:.2f} times as slow"
+    lines = [
+        f"* {plan.num_stages} stages, {plan.num_draft_layers} draft layers, {plan.layout}: {layers}",
+        f"  layer weights a rank: {held / MIB:,.0f} MiB held, {min(used) / MIB:,.0f} to {max(used) / MIB:,.0f} used, "
+        f"{100 * padding:.0f} % padding",
+    ]
+    if padding > PADDING_WORTH_SAYING:
+        less = [] if plan.layout == "beside" else ["--layout beside"]
+        less += ["stages that repeat the model's pattern of layers", "fewer draft layers"]
+        lines.append("  less padding: " + "; ".join(less))
+    return lines
+
+
+def _verdict_lines(planned: Planned) -> list[str]:
+    config, found, right = planned.config, planned.best, planned.alpha
+    speed, alone = found.tokens_per_second(right), 1 / planned.rivals.autoregressive
+    together = 1 / planned.rivals.tensor_parallel
+    serial, steps = planned.rivals.serial_draft(right)
+    lines = [
+        f"best at α {right:g}: n = {found.plan.num_stages}, {found.plan.layout}, {found.plan.num_draft_layers} draft "
+        f"layers; {speed:,.0f} tokens/s, {speed / alone:.2f} times one device, {speed / together:.2f} times tensor "
+        f"parallelism, {speed / serial:.2f} times that with a serial draft of {steps} steps",
+        f"  its cycle is bound by {found.cycle.bottleneck}; heads shared by all ranks save "
+        f"{1 - found.cycle.seconds / found.published_seconds:.0%} of the published layout's cycle",
+    ]
+    for other in config.alphas:
+        plan = best(planned.candidates, other).plan
+        if plan != found.plan:
+            cut = f"n = {plan.num_stages}, {plan.layout}, {plan.num_draft_layers} draft layers"
+            lines.append(f"  at α {other:g} it would be {cut}")
+    limit, here = planned.break_even, MICRO * planned.latency
+    if limit is None:
+        lines.append("  tensor parallelism is faster at every latency of an exchange up to 10 ms")
+    elif limit == 0.0:
+        lines.append("  it beats tensor parallelism whatever the latency of an exchange")
+    else:
+        lines.append(
+            f"  it beats tensor parallelism where an exchange takes {MICRO * limit:.1f} µs and more; here {here:.1f}"
+        )
+    return lines
+
+
+def replay_lines(planned: Planned, traces: list[str]) -> list[str]:
+    """Recorded answers replayed over the best plan, and what the formula says for the same share of right drafts."""
+    config, found = planned.config, planned.best
+    n, costs = found.plan.num_stages, planned.costs
+    run = simulate(found.plan, found.cycle, traces, batch=config.batch, jitter=config.jitter, shared=costs.shared)
+    accepted, rejected = (sum(trace.count(letter) for trace in traces) for letter in (RIGHT, WRONG))
+    share = alpha(accepted, rejected)
+    formula = config.batch * found.cycle.tokens_per_second(n, share)
+    busy = " ".join(f"{part:.0%}" for part in run.busy_stages)
+    return [
+        "",
+        f"replayed: {len(traces)} answers, α {share:.3f}, {run.tokens:,} tokens in {run.cycles:,} cycles, "
+        f"{config.batch} at a time, jitter {config.jitter:g}",
+        f"  {run.tokens_per_second:,.1f} tokens/s (the formula for long texts without jitter: {formula:,.1f}); "
+        f"a token takes {MICRO * run.percentile(50):,.0f} µs (p50), {MICRO * run.percentile(99):,.0f} µs (p99)",
+        f"  stages compute {busy} of the time, the draft {run.busy_draft:.0%}",
+    ]
+
+
+def write_outputs(planned: Planned) -> list[str]:
+    """Write the files that were asked for; returns their paths."""
+    config = planned.config
+    written = []
+    if config.json is not None:
+        write_json(config.json, planned.tree())
+        written.append(config.json)
+    if config.plot is not None:
+        write_whole(config.plot, draw_plan(planned))
+        written.append(config.plot)
+    return written

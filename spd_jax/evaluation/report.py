@@ -16,6 +16,7 @@ from typing import Any
 from spd_jax.decode.options import Generation, SequenceResult
 from spd_jax.evaluation.compare import Comparison
 from spd_jax.evaluation.metrics import acceptance_rate, acceptance_rates, alpha, equivalent_accept_length
+from spd_jax.evaluation.samples import verdicts_of
 from spd_jax.evaluation.tree_counts import tree_counts
 from spd_jax.files import write_whole
 
@@ -74,6 +75,7 @@ class Outcome:
             "cycles": result.cycles,
             "accepted": result.accepted,
             "rejected": result.rejected,
+            "verdicts": verdicts_of(result),
             "acceptance_rate": self.rate(),
             "s0": equivalent_accept_length(num_stages, self.rate()),
             "prefill_seconds": self.prefill_seconds,

@@ -20,6 +20,7 @@ from flax import nnx
 from spd_jax.config.model import ModelConfig
 from spd_jax.models.decoder import Decoder
 from spd_jax.models.family import Family
+from spd_jax.models.presets import preset_file
 from spd_jax.models.reading import text_fields, token_ids
 from spd_jax.models.registry import family_of, family_of_gguf
 from spd_jax.weights.errors import WeightsError
@@ -54,14 +55,16 @@ def open_target(location: str | Path) -> TargetWeights:
 
 
 def read_config(location: str | Path) -> ModelConfig:
-    """What a target model is, from its description alone: also from a config.json without weights beside it.
+    """What a target model is, from its description alone: also from a config.json without weights beside it, and of a
+    preset by its name.
 
     Raises:
         FileNotFoundError: nothing is there.
         ValueError: a config that is not supported.
     """
     file = Path(location)
-    path = file if file.is_file() else resolve(location)
+    preset = None if file.exists() else preset_file(str(location))
+    path = preset or (file if file.is_file() else resolve(location))
     if path.suffix == ".json":
         return _read_config_file(path)[1]
     return _read_config_file(path / "config.json")[1] if path.is_dir() else open_target(path).config

@@ -1,0 +1,212 @@
+"""What the pieces of a decode program take on the devices that are here, measured.
+
+Whatever a prediction asks for (`spd_jax.evaluation.costs`) is noted in a first pass and measured in a second: layers on
+so many rows, shares of the heads, collectives, and what the whole program takes beyond its pieces, on a model so small
+that little else is left. Layers and products run in loops in which each step needs the one before, over several copies
+that together exceed a processor's cache, as in a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from spd_jax.config.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig, RopeConfig
+from spd_jax.decode.loop import PipelineDecoder
+from spd_jax.decode.tree import Tree
+from spd_jax.evaluation.cost_model import spd_cycle
+from spd_jax.evaluation.costs import Costs, MachineCosts, Setting
+from spd_jax.evaluation.cycle_timing import full_cycles
+from spd_jax.evaluation.layer_costs import measure_layers, measure_products
+from spd_jax.evaluation.machines import Machine
+from spd_jax.evaluation.timing import Timed, interleave, median
+from spd_jax.models.shapes import parameter_shapes
+from spd_jax.parallel.mesh import AXIS, stage_mesh, varying
+from spd_jax.parallel.stack import make_program, stack_params
+from spd_jax.plan import StagePlan, make_plan
+from spd_jax.speculation.module import HeadConfig, draft_layer_config, head_from_target
+from spd_jax.weights.mapping import TensorMap
+
+ROUNDS, CYCLES, COLLECTIVES = 9, 16, 64
+SMALL = 1024  # bytes of a collective that is all latency
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked(Costs):
+    """Notes what is asked for; everything takes a second."""
+
+    layers: set[tuple[LayerConfig, int]] = dataclasses.field(default_factory=set)
+    products: set[tuple[int, int, int]] = dataclasses.field(default_factory=set)
+    collectives: dict[int, int] = dataclasses.field(default_factory=dict)
+    controls: set[int] = dataclasses.field(default_factory=set)
+
+    @property
+    def shared(self) -> bool:
+        """Does not matter."""
+        return False
+
+    def layer(self, kind: LayerConfig, rows: int, devices: int = 1) -> float:
+        """Noted by kind and rows."""
+        self.layers.add((kind, rows))
+        return 1.0
+
+    def product(self, outputs: int, inputs: int, rows: int) -> float:
+        """Noted."""
+        self.products.add((outputs, inputs, rows))
+        return 1.0
+
+    def collective(self, devices: int, size: int) -> float:
+        """Noted by devices; the largest size of each."""
+        if devices > 1:
+            self.collectives[devices] = max(size, self.collectives.get(devices, 2 * SMALL))
+        return 1.0
+
+    def with_latency(self, seconds: float) -> Costs:
+        """Asks for the same."""
+        return self
+
+    def start(self) -> float:
+        """Part of `control`."""
+        return 0.0
+
+    def control(self, devices: int) -> float:
+        """Noted."""
+        self.controls.add(devices)
+        return 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredCosts(Costs):
+    """Measured seconds. `exchange`: by number of devices the seconds of a small collective and of each byte more;
+    `fixed`: what a cycle takes beyond its pieces. For more devices than are here both come from `machine`, which also
+    says whether devices are simulated."""
+
+    machine: Machine
+    layers: Mapping[tuple[LayerConfig, int], float]
+    products: Mapping[tuple[int, int, int], float]
+    exchange: Mapping[int, tuple[float, float]]
+    fixed: Mapping[int, float]
+
+    @property
+    def shared(self) -> bool:
+        """Whether devices are simulated on one."""
+        return self.machine.shared
+
+    def layer(self, kind: LayerConfig, rows: int, devices: int = 1) -> float:
+        """As measured whole; several devices are taken to share it evenly."""
+        return self.layers[kind, rows] / devices
+
+    def product(self, outputs: int, inputs: int, rows: int) -> float:
+        """As measured."""
+        return self.products[outputs, inputs, rows]
+
+    def collective(self, devices: int, size: int) -> float:
+        """Latency and bytes as measured."""
+        if devices not in self.exchange:
+            return MachineCosts(self.setting, self.machine).collective(devices, size)
+        latency, each = self.exchange[devices]
+        return latency + max(size - SMALL, 0) * each
+
+    def with_latency(self, seconds: float) -> Costs:
+        """Bytes still as measured."""
+        machine = dataclasses.replace(self.machine, collective_base=seconds, collective_hop=0.0)
+        exchange = {devices: (seconds, each) for devices, (_, each) in self.exchange.items()}
+        return dataclasses.replace(self, machine=machine, exchange=exchange)
+
+    def start(self) -> float:
+        """Part of `control`."""
+        return 0.0
+
+    def control(self, devices: int) -> float:
+        """As measured on a small model."""
+        return self.fixed.get(devices, self.machine.control)
+
+
+def measure(setting: Setting, dtype: Any, machine: Machine, ask: Callable[[Costs], Any]) -> MeasuredCosts:
+    """Costs of all that `ask` asks for, on this process's devices.
+
+    Args:
+        machine: what stands in for collectives over more devices than there are.
+    """
+    asked, there = Asked(setting), len(jax.devices())
+    ask(asked)
+    controls = sorted(ranks for ranks in asked.controls if ranks <= there)
+    small = {ranks: _small_pipeline(ranks) for ranks in controls}
+    for ranks, (model, plan) in small.items():
+        spd_cycle(model, plan, asked)
+        asked.controls.add(ranks)
+    exchange = {ranks: _collective(ranks, size) for ranks, size in asked.collectives.items() if ranks <= there}
+    layers = {pair: 1e-3 * ms for pair, ms in measure_layers(asked.layers, setting, dtype).items()}
+    products = {sizes: 1e-3 * ms for sizes, ms in measure_products(asked.products, dtype).items()}
+    pieces = MeasuredCosts(setting, machine, layers, products, exchange, dict.fromkeys(controls, 0.0))
+    fixed = {}
+    for ranks, (model, plan) in small.items():
+        whole = _cycle_seconds(model, plan, setting, dtype)
+        fixed[ranks] = max(whole - spd_cycle(model, plan, pieces).seconds, 0.0)
+    return dataclasses.replace(pieces, fixed=fixed)
+
+
+def _collective(ranks: int, size: int) -> tuple[float, float]:
+    """Seconds of a small all-reduce, and of each byte more."""
+    mesh = stage_mesh(ranks)
+
+    def of(count: int) -> Timed:
+        def run(x: Array) -> Array:
+            def body(step: Array, x: Array) -> Array:
+                return varying(jax.lax.psum(x, AXIS)) * 0.5
+
+            return jax.lax.fori_loop(0, COLLECTIVES, body, x)
+
+        mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec(AXIS)))
+        start = jax.device_put(jnp.ones((ranks, count), jnp.float32), jax.NamedSharding(mesh, PartitionSpec(AXIS)))
+        return Timed(str(count), lambda: mapped(start), COLLECTIVES)
+
+    few, many = SMALL // 4, size // 4
+    found = interleave([of(few), of(many)], ROUNDS)
+    little, much = (1e-3 * median(found[str(count)]) for count in (few, many))
+    return little, max(much - little, 0.0) / (4 * (many - few))
+
+
+# A model that is all program: stages of one layer of eight numbers.
+
+
+class _Zeros:
+    """`TargetWeights` of zeros: every logit is the same, so id 0 is always right."""
+
+    def __init__(self, config: ModelConfig):
+        self.config, self.origin = config, "zeros"
+        self._shapes = parameter_shapes(config)
+
+    def paths(self) -> list[str]:
+        return list(self._shapes)
+
+    def tensor(self, path: str) -> np.ndarray:
+        return np.zeros(self._shapes[path], np.float32)
+
+
+def _small_pipeline(ranks: int) -> tuple[ModelConfig, StagePlan]:
+    layer = LayerConfig(8, NormConfig(1e-5), AttentionConfig(1, 1, 8, RopeConfig()), MlpConfig(8))
+    stages = max(ranks - 1, 1)
+    model = ModelConfig("llama", 64, (layer,) * stages, 4096, True, (2,))
+    layout = "separate" if ranks > 1 else "beside"
+    return model, make_plan(stages, stages, num_draft_layers=1, layout=layout)
+
+
+def _cycle_seconds(model: ModelConfig, plan: StagePlan, setting: Setting, dtype: Any) -> float:
+    weights = _Zeros(model)
+    config = HeadConfig(
+        draft_layer_config(model), plan.num_draft_layers, plan.anchors, vocab_size=model.vocab_size, lm_head="target"
+    )
+    head = head_from_target(config, model, TensorMap(weights))
+    program, mesh = make_program(model, head, plan), stage_mesh(plan.num_ranks)
+    params = stack_params(program, weights, head, mesh, dtype=dtype)
+    decoder = PipelineDecoder(program, params, mesh, max_length=4096, cycles_per_dispatch=CYCLES)
+    timed = full_cycles("cycle", decoder, [1], [0] * 2048, 512, batch_size=setting.batch, tree=Tree(setting.width))
+    return 1e-3 * median(interleave([timed], ROUNDS)["cycle"])
