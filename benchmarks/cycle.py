@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jsonargparse import auto_cli
@@ -30,7 +29,7 @@ from spd_jax.decode.autoregressive import AutoregressiveDecoder
 from spd_jax.decode.batch import Batch, make_batch
 from spd_jax.decode.loop import PipelineDecoder, mode_of
 from spd_jax.decode.tree import CHAIN, Tree
-from spd_jax.evaluation.cycle_timing import endless, full_cycles
+from spd_jax.evaluation.cycle_timing import endless, full_cycles, full_steps
 from spd_jax.evaluation.timing import Timed, interleave, median, ratio
 from spd_jax.models.decoder import Decoder
 from spd_jax.parallel.mesh import simulate_devices
@@ -51,18 +50,7 @@ class Baseline:
 
 def autoregressive(base: Baseline, capacity: int) -> Timed:
     """Steps at a fixed context in a cache of `capacity` positions."""
-    decoder = base.decoder
-    batch = make_batch([base.prompt], endless(2048), decoder.config.vocab_size, decoder.max_length)
-    prefill, dispatch, grow = decoder.compiled(batch.options.sampling.mode, False)
-    request = decoder.request(batch)
-    state, _, _ = prefill(decoder.weights, request, *decoder.prompt_arrays(batch))
-    if state.caches.capacity < capacity:
-        state = grow(state, capacity)
-
-    def prepare() -> tuple[Any, ...]:
-        return (jax.tree.map(jnp.copy, state),)
-
-    return Timed("autoregressive step", lambda s: dispatch(decoder.weights, request, s), CYCLES, prepare)
+    return full_steps("autoregressive step", base.decoder, base.prompt, capacity)
 
 
 def pipelined(

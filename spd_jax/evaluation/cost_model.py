@@ -86,7 +86,7 @@ def rank_seconds(model: ModelConfig, plan: StagePlan, costs: Costs) -> list[floa
     for rank in range(plan.num_ranks):
         stage = plan.stage_of_rank(rank)
         own = () if stage is None else (model.layers[index] for index in plan.layers_of_stage(stage))
-        spent = costs.start() + sum(costs.layer(kind, costs.setting.width) for kind in own)
+        spent = costs.start() + sum(costs.layer(kind, costs.setting.width) + costs.keeping() for kind in own)
         seconds.append(spent + (draft_seconds(model, plan, costs) if rank == plan.draft_rank else 0.0))
     return seconds
 
@@ -96,8 +96,8 @@ def draft_seconds(model: ModelConfig, plan: StagePlan, costs: Costs) -> float:
     if plan.num_stages == 1:
         return 0.0
     width, size = costs.setting.width, model.hidden_size
-    layers = plan.num_draft_layers * costs.layer(draft_layer_config(model), plan.num_stages * width + 1)
-    return layers + costs.product(size, size, costs.setting.batch * width)
+    layer = costs.layer(draft_layer_config(model), plan.num_stages * width + 1) + costs.keeping()
+    return plan.num_draft_layers * layer + costs.product(size, size, costs.setting.batch * width)
 
 
 def head_seconds(model: ModelConfig, costs: Costs, devices: int) -> float:

@@ -61,6 +61,10 @@ class Costs(abc.ABC):
         """A pass of one device over its layers, beside these."""
 
     @abc.abstractmethod
+    def keeping(self) -> float:
+        """A layer in a pipeline, beyond the layer: its window of positions in flight, and what it commits."""
+
+    @abc.abstractmethod
     def control(self, devices: int) -> float:
         """A cycle over so many devices, beside its parts."""
 
@@ -100,6 +104,10 @@ class MachineCosts(Costs):
     def start(self) -> float:
         """A figure of the machine."""
         return self.machine.start
+
+    def keeping(self) -> float:
+        """Part of the machine's `launch`."""
+        return 0.0
 
     def control(self, devices: int) -> float:
         """A figure of the machine."""

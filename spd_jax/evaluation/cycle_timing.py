@@ -1,6 +1,6 @@
-"""Cycles of a filled pipeline as a thing to time, whatever the head would guess.
+"""Cycles of a filled pipeline, whatever the head would guess, and autoregressive steps, as things to time.
 
-Knows the decoder's programs; what they are compared with is the caller's.
+Knows the decoders' programs; what is done with the times is the caller's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spd_jax.decode.autoregressive import AutoregressiveDecoder
 from spd_jax.decode.batch import make_batch
 from spd_jax.decode.loop import PipelineDecoder, mode_of
 from spd_jax.decode.options import Options
@@ -62,3 +63,18 @@ def full_cycles(
         return dispatch(decoder.params, request, state, banned)
 
     return Timed(name, run, decoder.cycles_per_dispatch, prepare)
+
+
+def full_steps(name: str, decoder: AutoregressiveDecoder, prompt: Sequence[int], capacity: int) -> Timed:
+    """Dispatches of autoregressive steps in a cache of at least `capacity` positions."""
+    batch = make_batch([list(prompt)], endless(2048), decoder.config.vocab_size, decoder.max_length)
+    prefill, dispatch, grow = decoder.compiled(batch.options.sampling.mode, False)
+    request = decoder.request(batch)
+    state, _, _ = prefill(decoder.weights, request, *decoder.prompt_arrays(batch))
+    if state.caches.capacity < capacity:
+        state = grow(state, capacity)
+
+    def prepare() -> tuple[Any, ...]:
+        return (jax.tree.map(jnp.copy, state),)
+
+    return Timed(name, lambda s: dispatch(decoder.weights, request, s), decoder.steps_per_dispatch, prepare)

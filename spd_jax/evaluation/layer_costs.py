@@ -26,7 +26,7 @@ from spd_jax.nn.decoder_layer import layer_structure
 from spd_jax.nn.deltanet import Recurrence, empty_memory
 
 ROUNDS, STEPS = 9, 4
-BEYOND_CACHES, MOST_COPIES = 128 * 2**20, 16
+BEYOND_CACHES, FEWEST_COPIES, MOST_COPIES = 128 * 2**20, 4, 16
 
 
 def describe_kind(kind: LayerConfig) -> str:
@@ -80,9 +80,9 @@ def measure_products(sizes: Iterable[tuple[int, int, int]], dtype: Any) -> dict[
 
 
 def _copies(size: int) -> int:
-    """How many copies of so many bytes exceed a cache; one, where a whole model would not."""
+    """How many copies of so many bytes exceed a cache; a few, where a whole model would not."""
     copies = max(-(-BEYOND_CACHES // size), 1)
-    return copies if copies <= MOST_COPIES else 1
+    return copies if copies <= MOST_COPIES else FEWEST_COPIES
 
 
 def _random_layer(kind: LayerConfig, seed: int, dtype: Any) -> Any:
@@ -108,11 +108,10 @@ def _layer_loop(kind: LayerConfig, states: list[Any], rows: int, setting: Settin
     @jax.jit
     def run(states: list[Any], x: Array, kept: Any) -> Array:
         def body(step: Array, x: Array) -> Array:
-            for state in states:
-                past = functools.partial(attend, *kept) if isinstance(mixer, AttentionConfig) else Recurrence(kept)
-                hiddens, _ = run_layers([nnx.merge(graphdef, state)], x, Ropes(positions), [past])
-                x = x + 1e-6 * hiddens[-1]
-            return x
+            layers = [nnx.merge(graphdef, state) for state in states]
+            past = functools.partial(attend, *kept) if isinstance(mixer, AttentionConfig) else Recurrence(kept)
+            hiddens, _ = run_layers(layers, x, Ropes(positions), [past] * len(layers))
+            return x + 1e-6 * hiddens[-1]
 
         return jax.lax.fori_loop(0, STEPS, body, x)
 

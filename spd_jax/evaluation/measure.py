@@ -9,7 +9,7 @@ that together exceed a processor's cache, as in a model.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +34,8 @@ from spd_jax.plan import StagePlan, make_plan
 from spd_jax.speculation.module import HeadConfig, draft_layer_config, head_from_target
 from spd_jax.weights.mapping import TensorMap
 
-ROUNDS, CYCLES, COLLECTIVES = 9, 16, 64
+ROUNDS, CYCLES, COLLECTIVES = 21, 16, 64
+MANY_LAYERS = 9
 SMALL = 1024  # bytes of a collective that is all latency
 
 
@@ -76,6 +77,10 @@ class Asked(Costs):
         """Part of `control`."""
         return 0.0
 
+    def keeping(self) -> float:
+        """Always measured."""
+        return 0.0
+
     def control(self, devices: int) -> float:
         """Noted."""
         self.controls.add(devices)
@@ -85,14 +90,15 @@ class Asked(Costs):
 @dataclasses.dataclass(frozen=True)
 class MeasuredCosts(Costs):
     """Measured seconds. `exchange`: by number of devices the seconds of a small collective and of each byte more;
-    `fixed`: what a cycle takes beyond its pieces. For more devices than are here both come from `machine`, which also
-    says whether devices are simulated."""
+    `fixed`: what a cycle takes beyond its pieces; `kept`: what a pipeline's layer takes beyond the layer. For more
+    devices than are here the first two come from `machine`, which also says whether devices are simulated."""
 
     machine: Machine
     layers: Mapping[tuple[LayerConfig, int], float]
     products: Mapping[tuple[int, int, int], float]
     exchange: Mapping[int, tuple[float, float]]
     fixed: Mapping[int, float]
+    kept: float
 
     @property
     def shared(self) -> bool:
@@ -124,6 +130,10 @@ class MeasuredCosts(Costs):
         """Part of `control`."""
         return 0.0
 
+    def keeping(self) -> float:
+        """As measured on small models of few and of many layers."""
+        return self.kept
+
     def control(self, devices: int) -> float:
         """As measured on a small model."""
         return self.fixed.get(devices, self.machine.control)
@@ -138,19 +148,29 @@ def measure(setting: Setting, dtype: Any, machine: Machine, ask: Callable[[Costs
     asked, there = Asked(setting), len(jax.devices())
     ask(asked)
     controls = sorted(ranks for ranks in asked.controls if ranks <= there)
+    few, many = (_small_pipeline(2, layers) for layers in (1, MANY_LAYERS))
     small = {ranks: _small_pipeline(ranks) for ranks in controls}
-    for ranks, (model, plan) in small.items():
+    for model, plan in (few, many, *small.values()):
         spd_cycle(model, plan, asked)
-        asked.controls.add(ranks)
     exchange = {ranks: _collective(ranks, size) for ranks, size in asked.collectives.items() if ranks <= there}
     layers = {pair: 1e-3 * ms for pair, ms in measure_layers(asked.layers, setting, dtype).items()}
     products = {sizes: 1e-3 * ms for sizes, ms in measure_products(asked.products, dtype).items()}
-    pieces = MeasuredCosts(setting, machine, layers, products, exchange, dict.fromkeys(controls, 0.0))
+    pieces = MeasuredCosts(setting, machine, layers, products, exchange, dict.fromkeys(controls, 0.0), 0.0)
+    if there > 1:
+        one, nine = _cycle_seconds([few, many], setting, dtype)
+        each = (nine - one) / (MANY_LAYERS - 1) - pieces.layer(few[0].layers[0], setting.width)
+        pieces = dataclasses.replace(pieces, kept=max(each, 0.0))
     fixed = {}
-    for ranks, (model, plan) in small.items():
-        whole = _cycle_seconds(model, plan, setting, dtype)
-        fixed[ranks] = max(whole - spd_cycle(model, plan, pieces).seconds, 0.0)
-    return dataclasses.replace(pieces, fixed=fixed)
+    for ranks, whole in zip(small, _cycle_seconds(list(small.values()), setting, dtype), strict=True):
+        bare, all_latency = (spd_cycle(*small[ranks], pieces.with_latency(latency)).seconds for latency in (0.0, 1.0))
+        rest = max(whole - bare, 0.0)
+        if ranks in exchange:
+            # Among other work ranks wait less for each other than in a loop of exchanges alone.
+            latency = min(exchange[ranks][0], rest / (all_latency - bare))
+            exchange[ranks] = (latency, exchange[ranks][1])
+            rest -= (all_latency - bare) * latency
+        fixed[ranks] = rest
+    return dataclasses.replace(pieces, exchange=exchange, fixed=fixed)
 
 
 def _collective(ranks: int, size: int) -> tuple[float, float]:
@@ -191,15 +211,23 @@ class _Zeros:
         return np.zeros(self._shapes[path], np.float32)
 
 
-def _small_pipeline(ranks: int) -> tuple[ModelConfig, StagePlan]:
+def _small_pipeline(ranks: int, layers: int | None = None) -> tuple[ModelConfig, StagePlan]:
+    """A stage for every rank but the draft's, one layer each; or one stage of so many layers."""
     layer = LayerConfig(8, NormConfig(1e-5), AttentionConfig(1, 1, 8, RopeConfig()), MlpConfig(8))
-    stages = max(ranks - 1, 1)
-    model = ModelConfig("llama", 64, (layer,) * stages, 4096, True, (2,))
-    layout = "separate" if ranks > 1 else "beside"
-    return model, make_plan(stages, stages, num_draft_layers=1, layout=layout)
+    stages = max(ranks - 1, 1) if layers is None else 1
+    count = layers or stages
+    model = ModelConfig("llama", 64, (layer,) * count, 4096, True, (2,))
+    return model, make_plan(count, stages, num_draft_layers=1, layout="separate" if ranks > 1 else "beside")
 
 
-def _cycle_seconds(model: ModelConfig, plan: StagePlan, setting: Setting, dtype: Any) -> float:
+def _cycle_seconds(pipelines: Sequence[tuple[ModelConfig, StagePlan]], setting: Setting, dtype: Any) -> list[float]:
+    """Of each, interleaved."""
+    things = [_timed(str(number), *pipeline, setting, dtype) for number, pipeline in enumerate(pipelines)]
+    found = interleave(things, ROUNDS)
+    return [1e-3 * median(found[thing.name]) for thing in things]
+
+
+def _timed(name: str, model: ModelConfig, plan: StagePlan, setting: Setting, dtype: Any) -> Timed:
     weights = _Zeros(model)
     config = HeadConfig(
         draft_layer_config(model), plan.num_draft_layers, plan.anchors, vocab_size=model.vocab_size, lm_head="target"
@@ -208,5 +236,5 @@ def _cycle_seconds(model: ModelConfig, plan: StagePlan, setting: Setting, dtype:
     program, mesh = make_program(model, head, plan), stage_mesh(plan.num_ranks)
     params = stack_params(program, weights, head, mesh, dtype=dtype)
     decoder = PipelineDecoder(program, params, mesh, max_length=4096, cycles_per_dispatch=CYCLES)
-    timed = full_cycles("cycle", decoder, [1], [0] * 2048, 512, batch_size=setting.batch, tree=Tree(setting.width))
-    return 1e-3 * median(interleave([timed], ROUNDS)["cycle"])
+    tree, size = Tree(setting.width), setting.batch
+    return full_cycles(name, decoder, [1], [0] * 2048, 512, batch_size=size, tree=tree)

@@ -19,7 +19,7 @@ from spd_jax.evaluation.cost_model import spd_cycle
 from spd_jax.evaluation.plan_job import Planned
 from spd_jax.evaluation.planner import alpha_at, best, rivals
 
-METHODS = ("one device", "tensor-parallel", "with a serial draft", "speculative pipeline")
+METHODS = ("one device", "tensor-parallel", "serial draft, tensor-parallel", "speculative pipeline")
 METHOD_COLOURS = ("#d9d9d9", "#9cc9ea", "#f3c98b", "#4a9a5b")
 PART_COLOURS = {
     "compute": "#1f5f9e",
@@ -90,7 +90,7 @@ def _draw_map(axes: Axes, planned: Planned) -> None:
     axes.text(1e6 * planned.latency * 1.06, ALPHAS[0] + 0.01, planned.machine.name, fontsize=8.5, va="bottom")
     axes.set_xscale("log")
     axes.set_xlabel("an exchange over all devices takes, µs")
-    axes.set_ylabel("α (every guess, of either draft)")
+    axes.set_ylabel("α of a head for n = 8, Ls = 4")
     there = [Patch(color=METHOD_COLOURS[i], label=METHODS[i]) for i in sorted(set(wins.ravel().tolist()))]
     axes.legend(handles=there, fontsize=8.5, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False)
     axes.text(0, 1.085, "Which method wins", fontsize=10.5, transform=axes.transAxes)

@@ -73,7 +73,7 @@ def _rival_lines(planned: Planned) -> list[str]:
         lines.append(f"{name:<48}  {MICRO * seconds:>10,.0f}  {1 / seconds:>8,.0f}{note}")
     for right in config.alphas:
         speed, steps = found.serial_draft(right)
-        name = f"the same with a serial draft, {steps} steps, α {right:g}"
+        name = f"the same, serial draft of {steps} steps (at α {right:g})"
         lines.append(f"{name:<48}  {MICRO / speed:>10,.0f}  {speed:>8,.0f}")
     return lines
 

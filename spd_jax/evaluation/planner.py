@@ -28,6 +28,9 @@ from spd_jax.speculation.module import draft_layer_config
 # S0 of the published heads for Qwen3.5-4B by (n, Ls): arXiv 2605.30852, revised release, means over three sets.
 PUBLISHED_S0 = {(8, 4): 3.51, (8, 3): 3.39, (4, 4): 2.64, (16, 2): 3.70}
 REFERENCE = (8, 4)
+# A serial draft of the same training (EAGLE-3 in the same paper, same model): S 2.72 with m = 7 steps, S0 3.51 with 15.
+# Both are what a draft gives whose every step is right with probability 0.72.
+PUBLISHED_SERIAL_ALPHA = 0.72
 MOST_STEPS = 8  # of a serial draft
 
 
@@ -49,6 +52,12 @@ def alpha_at(alpha: float, num_stages: int, num_draft_layers: int) -> float:
     doubling, layer = published_slopes()
     shift = doubling * math.log2(num_stages / REFERENCE[0]) + layer * (num_draft_layers - REFERENCE[1])
     return min(max(alpha + shift, 0.0), 1.0) if 0.0 < alpha < 1.0 else alpha
+
+
+def serial_alpha(alpha: float) -> float:
+    """How often a step of a serial draft is right where a head for n = 8, Ls = 4 is with probability `alpha`: less
+    often, since it goes on from its own guesses, by the ratio of the published ones."""
+    return alpha * PUBLISHED_SERIAL_ALPHA / alpha_of(REFERENCE[0], PUBLISHED_S0[REFERENCE])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +126,10 @@ class Rivals:
     serial_rounds: tuple[float, ...]
 
     def serial_draft(self, alpha: float) -> tuple[float, int]:
-        """Tokens a second with the best number of steps, and that number."""
+        """Tokens a second with the best number of steps, and that number, where a pipeline's head has this alpha."""
+        right = serial_alpha(alpha)
         rounds = enumerate(self.serial_rounds, 1)
-        return max((serial_tokens_per_second(steps, alpha, seconds), steps) for steps, seconds in rounds)
+        return max((serial_tokens_per_second(steps, right, seconds), steps) for steps, seconds in rounds)
 
 
 def rivals(model: ModelConfig, costs: Costs, devices: int) -> Rivals:

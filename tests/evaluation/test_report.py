@@ -42,6 +42,7 @@ def test_one_prompt_in_json():
         "cycles": 9,
         "accepted": 2,
         "rejected": 1,
+        "verdicts": "para",
         "acceptance_rate": 3 / 9,
         "s0": 4 * 3 / 9,
         "prefill_seconds": 0.5,

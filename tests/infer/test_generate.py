@@ -22,6 +22,7 @@ KEYS = [
     "cycles",
     "accepted",
     "rejected",
+    "verdicts",
     "acceptance_rate",
     "s0",
     "prefill_seconds",
@@ -56,6 +57,8 @@ def test_a_file_of_prompts_beside_plain_decoding(
         assert record["acceptance_rate"] == (N - 1) / record["cycles"]
         assert record["s0"] == STAGES * record["acceptance_rate"]
         assert record["accepted"] + record["rejected"] == N - 1
+        assert (record["verdicts"][0], len(record["verdicts"])) == ("p", N)
+        assert [record["verdicts"].count(letter) for letter in "ar"] == [record["accepted"], record["rejected"]]
         assert record["prefill_seconds"] > 0
         assert record["decode_seconds"] > 0
         assert record["text"] in answer.out
