@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any, get_args
 
+import jax
 import jax.numpy as jnp
 
 from spd_jax.config.model import ModelConfig
@@ -110,7 +111,8 @@ def make_planned(config: PlanConfig) -> Planned:
     """Work everything out.
 
     Raises:
-        OSError, ValueError: a model or machine that is not there or cannot be read, a plan that cannot be.
+        OSError, ValueError: a model or machine that is not there or cannot be read, a plan that cannot be, measuring on
+            other devices than the machine's.
         RuntimeError: devices were to be simulated after JAX had started with fewer.
     """
     model, machine = read_config(config.model), load_machine(config.machine)
@@ -140,5 +142,10 @@ def make_planned(config: PlanConfig) -> Planned:
     if config.measure:
         if machine.shared:
             simulate_devices(config.devices)
+        elif jax.devices()[0].platform == "cpu":
+            raise ValueError(
+                f"--measure times the devices that are here, and these are CPUs, not {machine.name}: run it there, "
+                "give --machine cpu, or say shared: true in your machine's file"
+            )
         costs = measure(setting, config.dtype, machine, predict)
     return Planned(config, model, machine, costs, *predict(costs))

@@ -15,6 +15,7 @@ from spd_jax.evaluation.samples import RIGHT, WRONG
 from spd_jax.evaluation.simulator import simulate
 from spd_jax.files import write_whole
 from spd_jax.models.shapes import num_parameters
+from spd_jax.parallel.vocab import share_size
 from spd_jax.plan import make_plan
 from spd_jax.speculation.module import draft_layer_config
 
@@ -117,8 +118,12 @@ def _cut_lines(planned: Planned) -> list[str]:
     layers = f"layers of its stages {list(plan.stage_layers)}"
     if of_even > 1.001 * slowest:
         layers += f"; even ones {list(even.stage_layers)} would be {of_even / slowest:.2f} times as slow"
+    vocabulary, drafted = model.vocab_size, costs.setting.draft_vocab or model.vocab_size
+    rows, drafts = (share_size(count, plan.num_ranks) for count in (vocabulary, drafted))
+    heads = f"{rows:,} of {vocabulary:,} tokens for the target, {drafts:,} of {drafted:,} for the draft"
     lines = [
         f"* {plan.num_stages} stages, {plan.num_draft_layers} draft layers, {plan.layout}: {layers}",
+        f"  heads: a rank scores {heads}",
         f"  layer weights a rank: {held / MIB:,.0f} MiB held, {min(used) / MIB:,.0f} to {max(used) / MIB:,.0f} used, "
         f"{100 * padding:.0f} % padding",
     ]
@@ -131,15 +136,25 @@ def _cut_lines(planned: Planned) -> list[str]:
 
 def _verdict_lines(planned: Planned) -> list[str]:
     config, found, right = planned.config, planned.best, planned.alpha
-    speed, alone = found.tokens_per_second(right), 1 / planned.rivals.autoregressive
-    together = 1 / planned.rivals.tensor_parallel
     serial, steps = planned.rivals.serial_draft(right)
+    speeds = {
+        "token by token on one device": 1 / planned.rivals.autoregressive,
+        "tensor parallelism": 1 / planned.rivals.tensor_parallel,
+        f"tensor parallelism with a serial draft of {steps} steps": serial,
+        "the speculative pipeline": found.tokens_per_second(right),
+    }
+    speed = speeds.pop("the speculative pipeline")
+    fastest = max(speeds, key=lambda name: speeds[name])
+    times = ", ".join(f"{speed / other:.2f} times {name}" for name, other in speeds.items())
+    saved = 1 - found.cycle.seconds / found.published_seconds
+    heads = "save" if saved >= 0 else "cost"
     lines = [
-        f"best at α {right:g}: n = {found.plan.num_stages}, {found.plan.layout}, {found.plan.num_draft_layers} draft "
-        f"layers; {speed:,.0f} tokens/s, {speed / alone:.2f} times one device, {speed / together:.2f} times tensor "
-        f"parallelism, {speed / serial:.2f} times that with a serial draft of {steps} steps",
-        f"  its cycle is bound by {found.cycle.bottleneck}; heads shared by all ranks save "
-        f"{1 - found.cycle.seconds / found.published_seconds:.0%} of the published layout's cycle",
+        f"best pipeline at α {right:g}: n = {found.plan.num_stages}, {found.plan.layout}, "
+        f"{found.plan.num_draft_layers} draft layers; {speed:,.0f} tokens/s",
+        f"  {times}",
+        f"  fastest on these devices: {'the pipeline' if speed >= speeds[fastest] else fastest}",
+        f"  its cycle is bound by {found.cycle.bottleneck}; heads shared by all ranks {heads} {abs(saved):.0%} of the "
+        f"published layout's cycle",
     ]
     for other in config.alphas:
         plan = best(planned.candidates, other).plan

@@ -51,7 +51,10 @@ def test_the_published_hybrid_in_eight_stages(tmp_path: Path, capsys: pytest.Cap
         assert tree[key][name] > 0
     said = capsys.readouterr().out
     assert "gated delta net, MLP                        24  112,923,840" in said
-    assert f"best at α 0.8: n = 8, separate, 4 draft layers; {tree['tokens_per_second']['0.8']:,.0f} tokens/s" in said
+    best = f"best pipeline at α 0.8: n = 8, separate, 4 draft layers; {tree['tokens_per_second']['0.8']:,.0f} tokens/s"
+    assert best in said
+    assert "fastest on these devices: tensor parallelism with a serial draft" in said
+    assert "a rank scores 27,592 of 248,320 tokens for the target, 3,556 of 32,000 for the draft" in said
     assert "42 % padding" in said
     assert "less padding: --layout beside" in said
     assert f"wrote {out}" in said
@@ -138,6 +141,7 @@ def test_memory_of_a_rank_is_what_its_layers_hold():
         (["--model", str(HYBRID), "--alphas", "[1.5]"], "alphas are shares from 0 to 1, found 1.5"),
         (["--model", str(HYBRID), "--alphas", "[]"], "alphas is empty"),
         (["--model", str(HYBRID), "--jitter", "1.0"], "jitter must lie in [0, 1)"),
+        (["--model", str(HYBRID), "--measure", "true"], "these are CPUs, not h100: run it there, give --machine cpu"),
         (["--model", str(HYBRID), "--machine", "h900"], "no machine 'h900': known are h100"),
         (["--model", str(HYBRID), "--traces", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
