@@ -47,6 +47,8 @@ def test_measured_figures_count_and_the_machines_stand_in():
     assert COSTS.collective(3, 8) == 0.5
     assert COSTS.collective(5, 8) == MachineCosts(SETTING, MACHINE).collective(5, 8)
     assert (COSTS.control(3), COSTS.control(5)) == (1.0, 7.0)
+    assert COSTS.product(14, 16, 2) == 0.25
+    assert COSTS.product(28, 16, 2) == 0.5  # was not asked for: twice the nearest, which is half as large
     slow = COSTS.with_latency(9.0)
     assert slow.collective(3, SMALL + 100) == pytest.approx(9.1)
     assert slow.collective(5, 0) == 9.0
