@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from spd_jax.config.model import ModelConfig
+from spd_jax.config.model import DeltaNetConfig, ModelConfig
 from spd_jax.evaluation.cost_model import autoregressive_seconds, spd_cycle
 from spd_jax.evaluation.costs import MachineCosts, Setting
 from spd_jax.evaluation.layer_costs import measure_layers, measure_products
@@ -61,9 +61,10 @@ def test_what_a_layer_of_a_pipeline_costs_more_counts_for_every_layer():
     assert ranks == pytest.approx((3.0 + 0.125 + 0.25, 2 * 2.125, 2 * 2.125))
 
 
-def test_times_grow_with_the_work():
-    few, many = dense_layer(64, 128, 2, 1, 32), dense_layer(256, 1024, 4, 4, 64)
-    layers = measure_layers([(few, 1), (many, 1), (many, 64)], SETTING, "float32")
-    assert 0 < layers[few, 1] < layers[many, 1] < layers[many, 64]
-    products = measure_products([(16, 16, 1), (20_000, 256, 1)], "float32")
-    assert 0 < products[16, 16, 1] < products[20_000, 256, 1]
+def test_layers_of_every_kind_and_products_are_measured():
+    delta = dataclasses.replace(LAYER, mixer=DeltaNetConfig(1, 2, 8, 8, 4))
+    layers = measure_layers([(LAYER, 1), (delta, 1), (LAYER, 3)], SETTING, "float32")
+    assert layers.keys() == {(LAYER, 1), (delta, 1), (LAYER, 3)}
+    products = measure_products([(40, 16, 1), (14, 16, 2)], "float32")
+    assert products.keys() == {(40, 16, 1), (14, 16, 2)}
+    assert all(0 < spent < 1e4 for spent in (*layers.values(), *products.values()))
