@@ -87,10 +87,11 @@ def test_equals_the_published_implementation(tiny_llama: Fixture, published: Nai
     assert result.cycles == golden["cycles"]
     assert_counts(result, num_stages=4)
     difference = np.abs(result.draft_logits - tiny_llama.draft_logits(prompt))
-    # Logits reach 9.4, where float32 steps by 1e-6. One logit of all six prompts is off by 5.2e-6, the others by less.
-    assert np.quantile(difference, 0.999) < 3e-6
-    assert np.sum(difference > 5e-6) <= (prompt == 5)
-    assert difference.max() < 6e-6
+    # Logits reach 9.4, where float32 steps by 1e-6. On a Xeon one logit of all six prompts is off by 5.2e-6, the others
+    # by less; on an EPYC, whose products add in another order, three of this test's are.
+    assert np.quantile(difference, 0.999) < 4e-6
+    assert np.sum(difference > 5e-6) <= 5
+    assert difference.max() < 1e-5
 
 
 def test_target_is_the_published_one(tiny_llama: Fixture, published: NaiveDecoder):
