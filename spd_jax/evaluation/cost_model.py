@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 
 from spd_jax.config.model import AttentionConfig, LayerConfig, ModelConfig
-from spd_jax.evaluation.costs import Costs, Setting
+from spd_jax.evaluation.costs import Costs, Setting, past_bytes
 from spd_jax.evaluation.metrics import projected_accept_length, simulated_tau
 from spd_jax.models.shapes import num_parameters
 from spd_jax.parallel.slots import slot_table
@@ -57,7 +57,7 @@ def spd_cycle(model: ModelConfig, plan: StagePlan, costs: Costs) -> Cycle:
     ranks, size, item = plan.num_ranks, model.hidden_size, setting.itemsize
     rows, batch = setting.batch * setting.width, setting.batch
     layers = rank_seconds(model, plan, costs)
-    at_once = ranks if costs.shared else 1  # devices whose work adds up
+    at_once = costs.at_once(ranks)
     exchange = costs.collective(ranks, item * rows * size)
     exchange += costs.collective(ranks, item * size * (batch + rows * len(plan.anchors)))
     heads = at_once * head_seconds(model, costs, ranks)
@@ -68,7 +68,7 @@ def spd_cycle(model: ModelConfig, plan: StagePlan, costs: Costs) -> Cycle:
     share = share_size(size, ranks)
     enter = at_once * sum(costs.product(share, (plan.anchor_type[k] + 1) * size, rows) for k in changes)
     enter += costs.collective(ranks, item * rows * size * (1 + len(changes)))
-    parts = {"compute": sum(layers) if costs.shared else max(layers), "exchange": exchange}
+    parts = {"compute": costs.beside(layers), "exchange": exchange}
     parts |= {"heads": heads, "enter": enter, "control": costs.control(ranks)}
     slowest = layers.index(max(layers))
     stage = plan.stage_of_rank(slowest)
@@ -137,7 +137,7 @@ def _cache_bytes(kind: LayerConfig, plan: StagePlan, setting: Setting) -> int:
     if isinstance(kind.mixer, AttentionConfig):
         positions = setting.context + plan.num_columns * setting.width
         return setting.itemsize * 2 * kind.mixer.num_kv_heads * kind.mixer.head_dim * positions
-    memory = 4 * kind.mixer.num_value_heads * kind.mixer.key_dim * kind.mixer.value_dim
+    memory = past_bytes(kind, setting.context, setting.itemsize)
     memory += setting.itemsize * (kind.mixer.conv_kernel - 1) * kind.mixer.channels
     return memory * plan.num_stages * setting.width
 
@@ -155,16 +155,15 @@ def forward_seconds(model: ModelConfig, costs: Costs, rows: int, devices: int) -
     spent += costs.product(share_size(model.vocab_size, devices), model.hidden_size, count)
     exchange = 2 * model.num_layers * costs.collective(devices, setting.itemsize * count * model.hidden_size)
     exchange += costs.collective(devices, 8 * devices)
-    return (devices if costs.shared else 1) * spent + exchange
+    return costs.at_once(devices) * spent + exchange
 
 
 def published_cycle_seconds(model: ModelConfig, plan: StagePlan, costs: Costs) -> float:
     """A cycle of the published layout: stages and draft beside each other, then both heads whole on one rank."""
     setting = costs.setting
-    layers = rank_seconds(model, plan, costs)
+    layers = costs.beside(rank_seconds(model, plan, costs))
     message = setting.itemsize * setting.batch * setting.width * model.hidden_size
-    spent = sum(layers) if costs.shared else max(layers)
-    return spent + head_seconds(model, costs, 1) + 2 * costs.collective(2, message) + costs.control(plan.num_ranks)
+    return layers + head_seconds(model, costs, 1) + 2 * costs.collective(2, message) + costs.control(plan.num_ranks)
 
 
 def serial_round_seconds(model: ModelConfig, costs: Costs, devices: int, steps: int) -> float:
@@ -173,7 +172,7 @@ def serial_round_seconds(model: ModelConfig, costs: Costs, devices: int, steps: 
     setting, size = costs.setting, model.hidden_size
     drafted = share_size(setting.draft_vocab or model.vocab_size, devices)
     step = costs.layer(draft_layer_config(model), 1, devices) + costs.product(drafted, size, setting.batch)
-    step *= devices if costs.shared else 1
+    step *= costs.at_once(devices)
     step += 3 * costs.collective(devices, setting.itemsize * setting.batch * size)
     return steps * step + forward_seconds(model, costs, steps + 1, devices)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 
 from spd_jax.config.model import AttentionConfig, ExpertsConfig, LayerConfig
 from spd_jax.evaluation.machines import Machine
@@ -39,6 +40,14 @@ class Costs(abc.ABC):
     @abc.abstractmethod
     def shared(self) -> bool:
         """Whether the devices are simulated on one, so that their work adds up."""
+
+    def at_once(self, devices: int) -> int:
+        """How many of several devices that do the same take their turns on one: all that are simulated, else one."""
+        return devices if self.shared else 1
+
+    def beside(self, seconds: Sequence[float]) -> float:
+        """Devices that do different things at the same time: the slowest, or all where they are simulated."""
+        return sum(seconds) if self.shared else max(seconds)
 
     @abc.abstractmethod
     def layer(self, kind: LayerConfig, rows: int, devices: int = 1) -> float:
@@ -98,8 +107,7 @@ class MachineCosts(Costs):
 
     def with_latency(self, seconds: float) -> Costs:
         """Another machine."""
-        machine = dataclasses.replace(self.machine, collective_base=seconds, collective_hop=0.0)
-        return dataclasses.replace(self, machine=machine)
+        return dataclasses.replace(self, machine=self.machine.with_latency(seconds))
 
     def start(self) -> float:
         """A figure of the machine."""

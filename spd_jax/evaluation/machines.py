@@ -55,6 +55,10 @@ class Machine:
     description: str = ""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    def with_latency(self, seconds: float) -> Machine:
+        """The same where a small collective takes this long over any number of devices."""
+        return dataclasses.replace(self, collective_base=seconds, collective_hop=0.0)
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

@@ -127,9 +127,8 @@ class MeasuredCosts(Costs):
 
     def with_latency(self, seconds: float) -> Costs:
         """Bytes still as measured."""
-        machine = dataclasses.replace(self.machine, collective_base=seconds, collective_hop=0.0)
         exchange = {devices: (seconds, each) for devices, (_, each) in self.exchange.items()}
-        return dataclasses.replace(self, machine=machine, exchange=exchange)
+        return dataclasses.replace(self, machine=self.machine.with_latency(seconds), exchange=exchange)
 
     def start(self) -> float:
         """Part of `control`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, get_args
 
@@ -39,11 +40,15 @@ class Planned:
         """What the best plan is for."""
         return self.config.alphas[-1]
 
-    @property
+    @functools.cached_property
     def best(self) -> Candidate:
+        """At `alpha`."""
+        return self.best_at(self.alpha)
+
+    def best_at(self, alpha: float) -> Candidate:
         """Of those that fit into memory, if any do."""
         fitting = [candidate for candidate in self.candidates if self.fits(candidate)]
-        return best(fitting or self.candidates, self.alpha)
+        return best(fitting or self.candidates, alpha)
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether a rank's weights and caches fit into a device's memory."""
@@ -54,7 +59,7 @@ class Planned:
         """Of the whole target."""
         return self.costs.setting.itemsize * sum(map(math.prod, parameter_shapes(self.model).values()))
 
-    @property
+    @functools.cached_property
     def break_even(self) -> float | None:
         """Latency of a collective from which on the best plan beats tensor parallelism over the same devices."""
         return break_even_latency(self.model, self.best.plan, self.costs, self.config.devices, self.alpha)

@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from spd_jax.evaluation.acceptance_picture import COLOURS, MARKERS
 from spd_jax.evaluation.cost_model import spd_cycle
 from spd_jax.evaluation.plan_job import Planned
-from spd_jax.evaluation.planner import alpha_at, best, rivals
+from spd_jax.evaluation.planner import alpha_at, rivals
 
 METHODS = ("one device", "tensor-parallel", "serial draft, tensor-parallel", "speculative pipeline")
 METHOD_COLOURS = ("#d9d9d9", "#9cc9ea", "#f3c98b", "#4a9a5b")
@@ -72,7 +72,7 @@ def _draw_speeds(axes: Axes, planned: Planned) -> None:
 def _draw_map(axes: Axes, planned: Planned) -> None:
     """Which method gives most tokens a second, by latency of an exchange and acceptance."""
     wins = np.zeros((len(ALPHAS), len(LATENCIES)), int)
-    plans = list({best(planned.candidates, alpha).plan for alpha in ALPHAS})
+    plans = list({planned.best_at(alpha).plan for alpha in ALPHAS.tolist()})
     for column, latency in enumerate(LATENCIES):
         costs = planned.costs.with_latency(float(latency))
         cycles = [(plan, spd_cycle(planned.model, plan, costs)) for plan in plans]

@@ -157,7 +157,7 @@ def _verdict_lines(planned: Planned) -> list[str]:
         f"published layout's cycle",
     ]
     for other in config.alphas:
-        plan = best(planned.candidates, other).plan
+        plan = planned.best_at(other).plan
         if plan != found.plan:
             cut = f"n = {plan.num_stages}, {plan.layout}, {plan.num_draft_layers} draft layers"
             lines.append(f"  at α {other:g} it would be {cut}")
