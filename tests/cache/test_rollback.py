@@ -10,8 +10,8 @@ from tests.decode.published import LLAMA, assert_close, committed, fixture, opti
 
 LAYOUTS = ["beside", pytest.param("separate", marks=pytest.mark.slow)]
 CASES = [
-    ("beside", "tiny_llama"),
     ("separate", "tiny_qwen3_5"),
+    pytest.param("beside", "tiny_llama", marks=pytest.mark.slow),
     pytest.param("separate", "tiny_llama", marks=pytest.mark.slow),
     pytest.param("beside", "tiny_qwen3_5", marks=pytest.mark.slow),
 ]

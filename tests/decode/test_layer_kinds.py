@@ -114,7 +114,9 @@ def test_reference_text_says_something(kind: str):
     assert len({token for text in texts for token in text}) > 25
 
 
-@pytest.mark.parametrize("kind", IN_GATE)
+@pytest.mark.parametrize(
+    "kind", ["delta nets", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "delta nets")]
+)
 def test_token_by_token_is_the_whole_sequence(kind: str):
     """The reference itself: every token is the likeliest one after a forward pass over all before it."""
     model = load_decoder(weights(kind), jnp.float32)

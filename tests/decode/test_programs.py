@@ -96,7 +96,7 @@ def test_each_head_is_multiplied_once_a_cycle(shared: bool):
     assert sorted(shape for shape in shapes if shape[-1] == share) == ([(4, share)] if shared else [(2, share)] * 2)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_compiled_cycle_writes_caches_in_place_and_has_four_collectives(batch_size: int):
     """Whatever makes an array of a cache's shape is an update in place: no copy, no select, no scatter."""
     decoder = pipeline(3, 3)

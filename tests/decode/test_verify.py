@@ -186,7 +186,7 @@ def test_by_name_the_best_score_wins_and_the_lowest_id_among_equals():
     assert others.tolist() == [7.0]
 
 
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_sharded_vocabulary_gives_the_same_verdicts(width: int):
     rng, count, vocab, ranks = np.random.default_rng(5), 500, 13, 4
     log_p, log_q = (np.log(rng.dirichlet(np.ones(vocab), count)).astype(np.float32) for _ in range(2))

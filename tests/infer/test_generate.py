@@ -133,6 +133,7 @@ def test_a_stop_string_cuts_ids_and_text_at_one_place(generate: Generate, decode
     assert record["cycles"] == expected_cycles(kept, STAGES, bits.count("1"), bits.count("0"))
 
 
+@pytest.mark.slow
 def test_cycles_do_not_depend_on_how_often_the_host_looks(generate: Generate, decoders: Decoders):
     expected = generate("--prompt", PROMPTS[0], *STOPPED, with_decoders=decoders).results[0]
     pipeline = decoders.pipeline

@@ -99,6 +99,7 @@ def test_balance_where_kinds_differ(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "[3, 1, 3, 1]; even ones [2, 2, 2, 2] would be 1.20 times as slow" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_measured_replayed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """On simulated devices of this machine; a trace of infer/generate.py."""
     trace, picture, out = tmp_path / "trace.json", tmp_path / "plan.png", tmp_path / "plan.json"

@@ -162,6 +162,7 @@ def first_look(target: Path, data: Path, out: Path, **options: Any) -> float:
     return next(trainer.run()).values["draft_loss"]
 
 
+@pytest.mark.slow
 def test_a_ridge_start_is_ahead_of_the_identity(target: Path, data: Path, tmp_path: Path):
     ridge = first_look(target, data, tmp_path / "ridge")
     identity = first_look(target, data, tmp_path / "identity", projections="identity")
