@@ -3,6 +3,7 @@
 Everything here has to happen before JAX makes its first backend, so it happens on import, before any test module is.
 """
 
+import gc
 import os
 from pathlib import Path
 
@@ -36,6 +37,12 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 # The shapes in the library's signatures are checked while a function is traced; compiled code pays nothing.
 install_import_hook("spd_jax", "beartype.beartype")
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules out of garbage collections: what was imported stays, and each full collection walks it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionstart() -> None:

@@ -10,7 +10,7 @@ from spd_jax.decode.options import Options
 from spd_jax.parallel.mesh import stage_mesh
 from spd_jax.parallel.stack import make_program
 from spd_jax.plan import make_plan
-from tests.decode.engine import BATCH, CHUNK, CYCLES, OWN, autoregressive, model_config, pipeline, plan_of, random_head
+from tests.decode.engine import autoregressive, model_config, pipeline, plan_of, random_head
 
 
 @pytest.mark.parametrize(
@@ -74,27 +74,3 @@ def test_a_context_that_the_model_does_not_have(length: int):
 
 def test_buckets_are_powers_of_two():
     assert [bucket(n) for n in (1, 256, 257, 512, 513)] == [256, 256, 512, 512, 1024]
-
-
-def test_prompt_lengths_and_end_tokens_do_not_compile_again():
-    """Q06: prompts of 5, 6, 7 and 9 tokens, twice, with different numbers of end tokens, after a first request."""
-    decoder = pipeline(3, 3)
-
-    def request(length: int, eos: tuple[int, ...], count: int) -> None:
-        prompts = [list(range(3, 3 + length))] * BATCH
-        decoder.generate(prompts, Options(max_new_tokens=count, eos_ids=eos, forced_drafts=[OWN] * BATCH))
-
-    request(4, (), 2 * CYCLES)
-    compilations: list[str] = []
-
-    def listen(event: str, duration: float, **_: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compilations.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        for length in (5, 6, 7, 9, 2 * CHUNK, 5, 6, 7, 9):
-            request(length, (2,) * (length % 4), length)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert not compilations

@@ -79,6 +79,7 @@ def test_a_text_of_second_and_of_fourth_branches_never_stops(row: int):
         assert result.cycles == TOKENS + 3 - 2
 
 
+@pytest.mark.slow
 def test_a_scripted_chain_is_a_chain_at_any_width():
     decoder, texts = pipeline(8, 3, "separate"), reference(8)
     forced = [script("1101", text) for text in texts[:BATCH]]

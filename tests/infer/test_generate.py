@@ -162,6 +162,7 @@ def test_few_tokens(generate: Generate, decoders: Decoders, most: int, cycles: i
     assert (len(record["ids"]), record["cycles"], record["finish_reason"]) == (most, cycles, "length")
 
 
+@pytest.mark.slow
 def test_sampling_is_repeatable_and_records_log_probabilities(generate: Generate, decoders: Decoders):
     arguments = ["--prompt", PROMPTS[0], *TOKENS, "--temperature", "1"]
     arguments += ["--log_probs", "true"]

@@ -236,7 +236,9 @@ class CachedDecoder(NaiveDecoder):
         return self._memory(tuple(tokens), tuple(depths))
 
 
-@pytest.mark.parametrize("filters", [Filters(), Filters(temperature=0.7, top_k=4, top_p=0.9)], ids=str)
+@pytest.mark.parametrize(
+    "filters", [pytest.param(Filters(), marks=pytest.mark.slow), Filters(temperature=0.7, top_k=4, top_p=0.9)], ids=str
+)
 def test_sampled_text_has_exactly_the_targets_distribution(filters: Filters):
     target = make_target(num_layers=2, vocab_size=6, layer=dataclasses.replace(LAYER, hidden_size=16), scale=3.0)
     plan = StagePlan((1, 1), 1, "separate", (0, 1, 2))
