@@ -7,20 +7,31 @@ import jax
 from spd_jax.decode.batch import make_batch
 from spd_jax.decode.loop import mode_of
 from spd_jax.decode.options import Options
-from tests.decode.engine import CHUNK, autoregressive, make_pipeline, model_config, plan_of, random_head, weights
+from tests.decode.engine import (
+    CHUNK,
+    CYCLES,
+    autoregressive,
+    make_pipeline,
+    model_config,
+    plan_of,
+    random_head,
+    weights,
+)
 from tests.lowerings import lowerings
 
 
 def test_prompts_of_all_lengths_share_their_programs() -> None:
-    """Q06: after the first prompt, prompts of 5 to 9 tokens and of two chunks compile nothing, whatever the ends."""
+    """Q06: after a first prompt, prompts of 5 to 9 tokens and of two chunks compile nothing, whatever the ends and the
+    number of tokens to come."""
     plan = plan_of(8, 2)
     decoder = make_pipeline(weights(8), random_head(model_config(8), plan), plan)
     with lowerings() as compiled:
-        decoder.generate([[5, 6, 7]], Options(max_new_tokens=4))
+        decoder.generate([[5, 6, 7]], Options(max_new_tokens=2 * CYCLES))
         assert len(compiled) >= 2
         compiled.clear()
         for length in (5, 6, 7, 9, 2 * CHUNK, 5, 6, 7, 9):
-            decoder.generate([list(range(3, 3 + length))], Options(max_new_tokens=4, eos_ids=(2, 7, 9)[: length % 4]))
+            for ends in ((2, 7), (2,) * (length % 4)):
+                decoder.generate([list(range(3, 3 + length))], Options(max_new_tokens=length, eos_ids=ends))
         assert compiled == []
 
 

@@ -88,10 +88,10 @@ def test_equals_the_published_implementation(tiny_llama: Fixture, published: Nai
     assert_counts(result, num_stages=4)
     difference = np.abs(result.draft_logits - tiny_llama.draft_logits(prompt))
     # Logits reach 9.4, where float32 steps by 1e-6. On a Xeon one logit of all six prompts is off by 5.2e-6, the others
-    # by less; on an EPYC, whose products add in another order, three of this test's are.
+    # by less; on an EPYC, whose products add in another order, three of prompt 4 and one of prompt 1.
     assert np.quantile(difference, 0.999) < 4e-6
-    assert np.sum(difference > 5e-6) <= 5
-    assert difference.max() < 1e-5
+    assert np.sum(difference > 5e-6) <= 3
+    assert difference.max() < 6e-6
 
 
 def test_target_is_the_published_one(tiny_llama: Fixture, published: NaiveDecoder):

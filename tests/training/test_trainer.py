@@ -65,8 +65,8 @@ def test_the_straight_run_moved(straight: Trainer):
 
 
 def test_a_run_goes_on_on_another_number_of_devices(tmp_path: Path, straight: Trainer):
-    """P01: saved by two devices that share the parameters, finished by one that has them all."""
-    run_until_saved(make_trainer(tmp_path, devices=2, placement="sharded"), 5)
+    """P01: saved by eight devices that share the parameters, finished by one that has them all."""
+    run_until_saved(make_trainer(tmp_path, devices=8, placement="sharded"), 5)
     alone = make_trainer(tmp_path)
     assert all(len(leaf.sharding.device_set) == 1 for leaf in jax.tree.leaves(alone.state))
     finish(alone)
