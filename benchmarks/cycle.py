@@ -24,15 +24,15 @@ from jsonargparse import auto_cli
 from pieces import collectives_alone, draft_alone, heads_alone
 
 from spd_jax.config.run import EngineConfig, PipelineLayout
-from spd_jax.decode.assemble import Engine, open_engine
 from spd_jax.decode.autoregressive import AutoregressiveDecoder
 from spd_jax.decode.batch import Batch, make_batch
 from spd_jax.decode.loop import PipelineDecoder, mode_of
 from spd_jax.decode.tree import CHAIN, Tree
-from spd_jax.evaluation.cycle_timing import endless, full_cycles, full_steps
-from spd_jax.evaluation.timing import Timed, interleave, median, ratio
+from spd_jax.generation.engine import Engine, open_engine
 from spd_jax.models.decoder import Decoder
 from spd_jax.parallel.mesh import simulate_devices
+from spd_jax.planning.cycle_timing import endless, full_cycles, full_steps
+from spd_jax.planning.timing import Timed, interleave, median, ratio
 from spd_jax.speculation.module import SpeculationModule
 
 CONTEXT, CYCLES = 64, 16

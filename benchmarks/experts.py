@@ -18,9 +18,9 @@ from jaxtyping import Array
 from jsonargparse import auto_cli
 
 from spd_jax.config.model import ExpertsConfig
-from spd_jax.evaluation.timing import Timed, interleave, median, ratio
 from spd_jax.nn.experts import Experts, mix
 from spd_jax.nn.layers import ACTIVATIONS
+from spd_jax.planning.timing import Timed, interleave, median, ratio
 
 
 def run_all(

@@ -13,16 +13,16 @@ import dataclasses
 
 import numpy as np
 
-from spd_jax.evaluation.cost_model import (
+from spd_jax.plan import make_plan
+from spd_jax.planning.cost_model import (
     autoregressive_seconds,
     draft_seconds,
     published_cycle_seconds,
     rank_seconds,
 )
-from spd_jax.evaluation.costs import MachineCosts, Setting
-from spd_jax.evaluation.machines import Machine, load_machine
-from spd_jax.evaluation.planner import PUBLISHED_S0
-from spd_jax.plan import make_plan
+from spd_jax.planning.costs import MachineCosts, Setting
+from spd_jax.planning.machines import Machine, load_machine
+from spd_jax.planning.planner import PUBLISHED_S0
 from spd_jax.weights.load import read_config
 
 # arXiv 2605.30852, revised release: milliseconds, and wall-clock speedups; n and draft layers.

@@ -33,11 +33,10 @@ from jaxtyping import Array
 from jsonargparse import auto_cli
 
 from spd_jax.config.model import ModelConfig
-from spd_jax.evaluation.timing import Timed, interleave, median, ratio
 from spd_jax.nn.layers import project
 from spd_jax.plan import StagePlan, make_plan
+from spd_jax.planning.timing import Timed, interleave, median, ratio
 from spd_jax.speculation.module import HeadConfig, SpeculationModule
-from spd_jax.testing.weights import RandomWeights, dense_layer
 from spd_jax.training.allocator import keep_freed_memory
 from spd_jax.training.forward import dense_attention, draft_pass
 from spd_jax.training.loss import Figures
@@ -47,6 +46,7 @@ from spd_jax.training.rows import Rows
 from spd_jax.training.sharding import data_mesh, place
 from spd_jax.training.step import PassOptions, Programs
 from spd_jax.training.target import FrozenTarget, load_frozen_target, target_pass
+from spd_jax.weights.random_model import RandomWeights, dense_layer
 
 
 class DensePrograms(Programs):

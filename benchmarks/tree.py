@@ -22,19 +22,19 @@ from cycle import CONTEXT, CYCLES, Baseline, pipelined
 from jsonargparse import auto_cli
 
 from spd_jax.config.run import EngineConfig
-from spd_jax.decode.assemble import Engine, open_engine
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Options, SequenceResult
 from spd_jax.decode.programs import make_caches
 from spd_jax.decode.sampling import Sampling
 from spd_jax.decode.tree import Proposal, Tree
 from spd_jax.evaluation.acceptance import decode_in_batches
-from spd_jax.evaluation.cycle_timing import endless
-from spd_jax.evaluation.metrics import acceptance_rates, alpha
-from spd_jax.evaluation.prompts import encode_prompt, read_prompts
-from spd_jax.evaluation.timing import interleave, median, ratio
-from spd_jax.evaluation.tree_counts import tree_counts
+from spd_jax.generation.engine import Engine, open_engine
+from spd_jax.generation.metrics import acceptance_rates, alpha
+from spd_jax.generation.prompts import encode_prompt, read_prompts
+from spd_jax.generation.tree_counts import tree_counts
 from spd_jax.parallel.mesh import simulate_devices
+from spd_jax.planning.cycle_timing import endless
+from spd_jax.planning.timing import interleave, median, ratio
 
 PROMPTS = [f"tests/data/eval/{name}.jsonl" for name in ("mt_bench", "gsm8k", "humaneval")]
 

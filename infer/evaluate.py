@@ -16,9 +16,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from spd_jax.config.command_line import parse_command_line
 from spd_jax.config.evaluate import EvaluateConfig
-from spd_jax.evaluation.evaluate import Evaluation, load_evaluation
-from spd_jax.evaluation.evaluation_job import EvaluationJob, prepare_evaluation
-from spd_jax.evaluation.evaluation_report import differs, summarise, tables, write_results
+from spd_jax.evaluation.job import EvaluationJob, prepare_evaluation
+from spd_jax.evaluation.report import differs, summarise, tables, write_results
+from spd_jax.evaluation.run import Evaluation, load_evaluation
 
 # A simulated device that is late to an exchange waits for a busy core; it is not stuck, as XLA would soon suppose.
 PATIENCE = [f"--xla_cpu_collective_call_{w}_timeout_seconds={s}" for w, s in (("warn_stuck", 300), ("terminate", 900))]

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from spd_jax.config.command_line import parse_command_line
 from spd_jax.config.run import GenerateConfig
-from spd_jax.evaluation.generate import Decoders, Job, Run, load_decoders, prepare
+from spd_jax.generation.run import Decoders, Job, Run, load_decoders, prepare
 
 # A simulated device that is late to an exchange waits for a busy core; it is not stuck, as XLA would soon suppose.
 PATIENCE = {"warn_stuck": 300, "terminate": 900}  # seconds

@@ -12,7 +12,7 @@ import sys
 
 from spd_jax.config.command_line import parse_command_line
 from spd_jax.config.import_head import ImportHeadConfig
-from spd_jax.speculation.import_head import exchange_head
+from spd_jax.published.exchange import exchange_head
 
 
 def main(arguments: list[str] | None = None) -> int:

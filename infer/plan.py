@@ -11,8 +11,8 @@ import sys
 
 from spd_jax.config.command_line import parse_command_line
 from spd_jax.config.plan import PlanConfig
-from spd_jax.evaluation.plan_job import make_planned, prepare
-from spd_jax.evaluation.plan_report import plan_report, replay_lines, write_outputs
+from spd_jax.planning.job import make_planned, prepare
+from spd_jax.planning.report import plan_report, replay_lines, write_outputs
 
 
 def main(arguments: list[str] | None = None) -> int:

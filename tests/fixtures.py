@@ -10,9 +10,9 @@ import numpy as np
 
 from spd_jax.models.decoder import Decoder
 from spd_jax.plan import StagePlan
+from spd_jax.published.convert import from_published
+from spd_jax.published.torch_file import read_torch_file
 from spd_jax.speculation.module import SpeculationModule
-from spd_jax.speculation.published import from_published
-from spd_jax.speculation.torch_file import read_torch_file
 from spd_jax.weights.load import load_decoder, open_target
 
 DATA = Path(__file__).parent / "data"

@@ -18,7 +18,7 @@ from rich.progress import Progress as Bars
 from spd_jax.config.command_line import parse_command_line
 from spd_jax.config.regenerate import RegenerateConfig
 from spd_jax.data.regenerate import Progress
-from spd_jax.decode.answers import open_regeneration
+from spd_jax.generation.answers import open_regeneration
 
 
 def run(config: RegenerateConfig) -> str:

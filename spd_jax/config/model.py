@@ -165,6 +165,15 @@ class LayerConfig:
             raise TypeError(f"a layer with {type(self.mixer).__name__} has no attention")
         return self.mixer
 
+    def describe(self) -> str:
+        """The kind of layer in a few words."""
+        mixer = "gated delta net"
+        if isinstance(self.mixer, AttentionConfig):
+            mixer = "attention" if self.mixer.window is None else f"window of {self.mixer.window}"
+        mlp = self.mlp
+        inner = f"{mlp.top_k} of {mlp.num_experts} experts" if isinstance(mlp, ExpertsConfig) else "MLP"
+        return f"{mixer}, {inner}"
+
     def with_attention(self, **changes: Any) -> LayerConfig:
         """This layer with some fields of its attention changed."""
         return dataclasses.replace(self, mixer=dataclasses.replace(self.attention, **changes))

@@ -16,7 +16,7 @@ class PlanConfig:
         model: the model: qwen3.5-4b, qwen3.5-9b, qwen3-8b, llama-3.1-8b, llama-3.1-70b, smollm2-135m, a folder with
             config.json, that file itself, a .gguf file, package:name/file.gguf or a hub id. No weights are read.
         machine: the devices: h100, h200, a100, tpu-v5e, tpu-v5p, tpu-v6e, h100-eager, cpu (simulated devices on this
-            machine), or a YAML file of your own with the fields of an entry of spd_jax/evaluation/machines.yaml.
+            machine), or a YAML file of your own with the fields of an entry of spd_jax/planning/machines.yaml.
         devices: how many there are.
         stages: numbers of pipeline stages n to consider (default: all from two on that the devices allow).
         layout: separate puts the draft layers on a device of their own (n + 1 devices), beside puts them beside the

@@ -1,1 +1,1 @@
-"""Figures of merit and the reports made of them."""
+"""Speculation modules on files of prompts: their acceptance, kept as samples, summed up in tables and pictures."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Options, SequenceResult
-from spd_jax.evaluation.metrics import acceptance_rates, alpha, projected_accept_length
+from spd_jax.generation.metrics import acceptance_rates, alpha, projected_accept_length
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,7 @@ from flax import nnx
 
 from spd_jax.config.check_model import CheckModelConfig
 from spd_jax.config.model import ModelConfig
-from spd_jax.evaluation.layer_costs import describe_kind
-from spd_jax.speculation.torch_file import import_torch
+from spd_jax.published.torch_file import import_torch
 from spd_jax.weights.load import load_decoder, open_target
 from spd_jax.weights.location import resolve
 from spd_jax.weights.tokenizer import load_tokenizer
@@ -120,5 +119,5 @@ def _difference(what: str, ours: np.ndarray, theirs: np.ndarray) -> Difference:
 def _layer_name(config: ModelConfig, index: int) -> str:
     if index == 0:
         return "embedding"
-    name = f"layer {index - 1} ({describe_kind(config.layers[index - 1])})"
+    name = f"layer {index - 1} ({config.layers[index - 1].describe()})"
     return name if index < config.num_layers else f"{name} and final norm"

@@ -12,8 +12,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from spd_jax.evaluation.metrics import acceptance_rates, alpha, projected_accept_length
-from spd_jax.evaluation.samples import NO_DRAFT, RIGHT, WRONG, Sample
+from spd_jax.evaluation.samples import Sample
+from spd_jax.generation.metrics import acceptance_rates, alpha, projected_accept_length
+from spd_jax.generation.verdicts import NO_DRAFT, RIGHT, WRONG
 
 CONTEXT_EDGES = (128, 256, 512, 1024, 4096)
 CONTEXT_LABELS = ("<128", "128-256", "256-512", "512-1k", "1k-4k", ">=4k")

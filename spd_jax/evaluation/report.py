@@ -1,272 +1,240 @@
-"""What a generation run has to say: the summary for a reader, and the same for a program as JSON.
+"""What an evaluation has to say: one tree for a program, tables for a reader.
 
-Counts and times come in, text and dictionaries go out; docs/metrics.md says what each figure means. Rates over several
-prompts are pooled unless the name says mean. Times of a batch belong to all its prompts, so sums are over batches.
+The tree is the summary file, and the tables and the picture are made from it alone. docs/metrics.md says what each
+figure means. Prints nothing.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spd_jax.decode.options import Generation, SequenceResult
-from spd_jax.evaluation.compare import Comparison
-from spd_jax.evaluation.metrics import acceptance_rate, acceptance_rates, alpha, equivalent_accept_length
-from spd_jax.evaluation.samples import verdicts_of
-from spd_jax.evaluation.tree_counts import tree_counts
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from spd_jax.evaluation.figures import grouped
+from spd_jax.evaluation.job import AUTOREGRESSIVE, EvaluationJob
+from spd_jax.evaluation.samples import Sample
 from spd_jax.files import write_whole
+from spd_jax.generation.report import write_json
+
+WIDTH, WIDEST_NAME = 132, 22
 
 
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """What does not depend on the prompts. `warm_up_seconds` went into compiling, before anything was timed."""
+def summarise(job: EvaluationJob, warm_up_seconds: float = 0.0) -> dict[str, Any]:
+    """The tree of the summary file, of the answers that are there.
 
-    target: str
-    head: str
-    stage_layers: tuple[int, ...]
-    layout: str
-    num_draft_layers: int
-    devices: int
-    simulated: bool
-    dtype: str
-    greedy: bool
-    width: int = 1
-    warm_up_seconds: float = 0.0
-
-    @property
-    def num_stages(self) -> int:
-        """n"""
-        return len(self.stage_layers)
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """One prompt: its result, its batch's times, and the autoregressive counterpart where there is one."""
-
-    result: SequenceResult
-    text: str | None
-    prefill_seconds: float
-    decode_seconds: float
-    reference: SequenceResult | None = None
-    reference_decode_seconds: float = 0.0
-    comparison: Comparison | None = None
-
-    @property
-    def equal(self) -> bool | None:
-        """Whether the ids equal the autoregressive ones; None where they were not compared."""
-        return None if self.comparison is None else self.comparison.equal
-
-    def rate(self) -> float:
-        """Acceptance rate (N - 1) / K."""
-        return acceptance_rate(len(self.result.ids), self.result.cycles)
-
-    def record(self, num_stages: int, width: int, *, log_probs: bool) -> dict[str, Any]:
-        """The entry of `results` in the JSON file."""
-        result = self.result
-        record: dict[str, Any] = {
-            "prompt_ids": result.prompt_ids,
-            "ids": result.ids,
-            "text": self.text,
-            "finish_reason": result.finish_reason,
-            "cycles": result.cycles,
-            "accepted": result.accepted,
-            "rejected": result.rejected,
-            "verdicts": verdicts_of(result),
-            "acceptance_rate": self.rate(),
-            "s0": equivalent_accept_length(num_stages, self.rate()),
-            "prefill_seconds": self.prefill_seconds,
-            "decode_seconds": self.decode_seconds,
-            "autoregressive": None,
-            "equal": self.equal,
+    `decoders` are by label: what the head is, figures as `figures.grouped`, `finish_reasons`, `exact` (answers equal to
+    autoregressive ones, compared, near-ties, and differences that are errors) and `times`. `autoregressive` has the
+    times of plain decoding, or is None.
+    """
+    engine, sampling = job.engine, job.options.sampling
+    answers = {
+        label: [file.samples[key] for key in job.keys if key in file.samples] for label, file in job.files.items()
+    }
+    plain = answers.get(AUTOREGRESSIVE)
+    decoders = {}
+    for label, of_head in job.engines.items():
+        n = of_head.plan.num_stages
+        decoders[label] = {
+            "head": of_head.config.head,
+            "num_draft_layers": of_head.plan.num_draft_layers,
+            "anchors": list(of_head.plan.anchors),
+            **grouped(answers[label], n),
+            "finish_reasons": _finish_reasons(answers[label]),
+            "exact": _exact(answers[label]),
+            "times": _times(answers[label]),
         }
-        if self.reference is not None:
-            record["autoregressive"] = {
-                "ids": self.reference.ids,
-                "decode_seconds": self.reference_decode_seconds,
-            }
-        if width > 1:
-            record["tree"] = dataclasses.asdict(tree_counts([result], width))
-        if log_probs:
-            record["log_probs"] = [token.log_prob for token in result.tokens]
-        if self.comparison is not None and not self.comparison.equal:
-            margin = self.comparison.margin
-            record["difference"] = {
-                "index": self.comparison.index,
-                "margin": margin if margin is not None and math.isfinite(margin) else None,
-                "near_tie": self.comparison.near_tie,
-            }
-        return record
-
-    def line(self, num_stages: int) -> str:
-        """One line under the text of a prompt."""
-        result, rate = self.result, self.rate()
-        counts = f"{counted(len(result.ids), 'token')} in {counted(result.cycles, 'cycle')}"
-        verdicts = f"accepted {result.accepted}, rejected {result.rejected}"
-        line = f"{counts}, {verdicts}, S0 {equivalent_accept_length(num_stages, rate):.2f}, end: {result.finish_reason}"
-        return line if self.equal is None else f"{line}, equal to autoregressive: {'yes' if self.equal else 'no'}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """A finished run; `batches` and `reference_batches` are (prefill seconds, decode seconds) of each batch."""
-
-    facts: Facts
-    outcomes: tuple[Outcome, ...]
-    batches: tuple[tuple[float, float], ...]
-    reference_batches: tuple[tuple[float, float], ...] = ()
-    log_probs: bool = False
-
-    @property
-    def equal(self) -> bool | None:
-        """Whether all ids equal the autoregressive ones; None where they were not compared."""
-        compared = [outcome.equal for outcome in self.outcomes]
-        return None if not compared or None in compared else all(compared)
-
-    @property
-    def differs(self) -> bool:
-        """Whether some ids differ from the autoregressive ones and no near-tie explains it: an error."""
-        comparisons = [outcome.comparison for outcome in self.outcomes if outcome.comparison is not None]
-        return any(not comparison.equal and not comparison.near_tie for comparison in comparisons)
-
-    def summary(self) -> dict[str, Any]:
-        """The `summary` of the JSON file."""
-        results = [outcome.result for outcome in self.outcomes]
-        n = self.facts.num_stages
-        rates = acceptance_rates([(len(r.ids), r.cycles) for r in results], n)
-        accepted, rejected = sum(r.accepted for r in results), sum(r.rejected for r in results)
-        summary: dict[str, Any] = {
-            "prompts": len(results),
-            "tokens": sum(len(r.ids) for r in results),
-            "cycles": sum(r.cycles for r in results),
-            "accepted": accepted,
-            "rejected": rejected,
-            "undrafted": sum(r.undrafted for r in results),
-            "alpha": alpha(accepted, rejected),
-            "acceptance_rate": rates.rate.pooled,
-            "acceptance_rate_mean": rates.rate.mean,
-            "published_acceptance_rate": rates.published_rate.pooled,
-            "published_acceptance_rate_mean": rates.published_rate.mean,
-            "s0": rates.s0.pooled,
-            "s0_mean": rates.s0.mean,
-            **_times(self.batches, results),
-            "autoregressive": None,
-            "equal": self.equal,
-            "near_ties": sum(o.comparison is not None and o.comparison.near_tie for o in self.outcomes),
-            **dataclasses.asdict(self.facts),
-            "num_stages": n,
-        }
-        if self.facts.width > 1:
-            summary["tree"] = dataclasses.asdict(tree_counts(results, self.facts.width))
-        references = [outcome.reference for outcome in self.outcomes if outcome.reference is not None]
-        if references:
-            summary["autoregressive"] = {
-                "tokens": sum(len(r.ids) for r in references),
-                **_times(self.reference_batches, references),
-            }
-        return summary
-
-    def tree(self) -> dict[str, Any]:
-        """The whole JSON file."""
-        n = self.facts.num_stages
-        return {
-            "summary": self.summary(),
-            "results": [o.record(n, self.facts.width, log_probs=self.log_probs) for o in self.outcomes],
-        }
-
-    def text(self) -> str:
-        """The summary for a reader."""
-        s, facts = self.summary(), self.facts
-        baseline = s["autoregressive"]
-        lines = [f"{'':17}{'speculative':>12}" + (f"{'autoregressive':>17}" if baseline else "")]
-        for name, key in (
-            ("tokens", "tokens"),
-            ("prefill seconds", "prefill_seconds"),
-            ("decode seconds", "decode_seconds"),
-            ("tokens/s", "tokens_per_second"),
-        ):
-            kind = "d" if key == "tokens" else ".2f"
-            lines.append(f"{name:17}{s[key]:>12{kind}}" + (f"{baseline[key]:>17{kind}}" if baseline else ""))
-        several = len(self.outcomes) > 1
-        verdicts = f"{s['accepted']} accepted, {s['rejected']} rejected, {s['undrafted']} undrafted"
-        lines += [
-            f"{'cycles':17}{s['cycles']:>12}   {verdicts} (alpha {s['alpha']:.3f})",
-            f"{'acceptance rate':17}{s['acceptance_rate']:>12.3f}   (N - 1) / K{', pooled' if several else ''}; "
-            f"as published, N / K{', mean' if several else ''}: {s['published_acceptance_rate_mean']:.3f}",
-            f"{'S0':17}{s['s0']:>12.2f}   n (N - 1) / K, n = {counted(facts.num_stages, 'stage')}"
-            + (f"{', pooled'}; mean of the prompts: {s['s0_mean']:.2f}" if several else ""),
-        ]
-        if facts.width > 1:
-            lines.append(
-                f"{'branches':17}{facts.width:>12}   {tree_counts([o.result for o in self.outcomes], facts.width)}"
-            )
-        return "\n".join([*lines, "", *self._verdict(s)])
-
-    def _verdict(self, summary: dict[str, Any]) -> list[str]:
-        """Whether the ids are equal, where they part, and what the times are worth."""
-        lines = []
-        if self.equal is not None:
-            lines.append(f"equal to autoregressive: {'yes' if self.equal else 'no'}")
-        elif summary["autoregressive"] and not self.facts.greedy:
-            lines.append("equal to autoregressive: not compared, sampled texts have equal distributions but differ")
-        for number, outcome in enumerate(self.outcomes, start=1):
-            if outcome.comparison is not None and not outcome.comparison.equal:
-                lines.append(f"prompt {number}: " + _difference(outcome.comparison, self.facts.dtype))
-        if self.facts.simulated:
-            lines.append(
-                f"The {self.facts.devices} devices are simulated and share this machine's cores, so wall-clock time "
-                f"cannot beat autoregressive decoding here; on real devices S0 = {summary['s0']:.2f} would be the "
-                "speedup if draft, heads and exchange were free and all stages equal."
-            )
-        return lines
-
-
-def _difference(comparison: Comparison, dtype: str) -> str:
-    index, margin, limit = comparison.index, comparison.margin, comparison.limit
-    if margin is None:
-        return f"one text ends before token {(index or 0) + 1}, where the other goes on: this is an error"
-    at = f"the ids part at token {(index or 0) + 1}, where the lower of the two logits is {margin:.1e} below the best"
-    if comparison.near_tie:
-        return f"near-tie: {at} (under {limit:.2g} in {dtype}: rounding decides, either is right)"
-    return f"{at} (not under {limit:.2g} in {dtype}): this is an error"
-
-
-def _times(batches: Sequence[tuple[float, float]], results: Sequence[SequenceResult]) -> dict[str, float]:
-    """Seconds summed over batches; tokens/s counts what decoding made: all tokens but the first of each text."""
-    decode = sum(seconds for _, seconds in batches)
-    decoded = sum(max(len(result.ids) - 1, 0) for result in results)
     return {
-        "prefill_seconds": sum(seconds for seconds, _ in batches),
-        "decode_seconds": decode,
-        "tokens_per_second": decoded / decode if decode > 0 else 0.0,
+        "settings": job.settings
+        | {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p},
+        "num_stages": engine.plan.num_stages,
+        "simulated": engine.simulated,
+        "missing": sum(job.missing(label) for label in job.files),
+        "warm_up_seconds": warm_up_seconds,
+        "decoders": decoders,
+        "autoregressive": None if plain is None else {"tokens": sum(len(s.ids) for s in plain), **_times(plain)},
     }
 
 
-def counted(number: int, thing: str) -> str:
-    """`1 stage`, `2 stages`."""
-    return f"{number} {thing}" + ("" if number == 1 else "s")
+def differs(summary: dict[str, Any]) -> bool:
+    """Whether some ids differ from the autoregressive ones and no near-tie explains it: an error."""
+    return any(decoder["exact"]["errors"] for decoder in summary["decoders"].values())
 
 
-def times_of(generation: Generation) -> tuple[float, float]:
-    """(prefill seconds, decode seconds)."""
-    return generation.prefill_seconds, generation.decode_seconds
+def write_results(job: EvaluationJob, summary: dict[str, Any]) -> list[Path]:
+    """Write the summary and the picture beside the answers, each whole or not at all; returns all files of the run.
 
-
-def write_json(path: str | Path, tree: dict[str, Any]) -> None:
-    """Write a JSON file, all of it or nothing."""
-    write_whole(path, (json.dumps(tree, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8"))
-
-
-def prepare_output(path: str | Path) -> None:
-    """Make the folder of an output file, so that a run does not end with nowhere to write.
-
-    Raises:
-        OSError: the path is a folder, or its folder cannot be made.
+    One process of several writes them.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder, expected the name of a file to write")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    from spd_jax.evaluation.picture import draw_acceptance  # matplotlib is slow to import
+
+    if not job.engine.leads:
+        return []
+    folder, suffix = Path(job.config.out), f"T{job.config.temperature:g}"
+    written = [file.path for file in job.files.values() if file.samples]
+    write_json(folder / f"summary-{suffix}.json", summary)
+    write_whole(folder / f"acceptance-{suffix}.png", draw_acceptance(summary))
+    return [*written, folder / f"summary-{suffix}.json", folder / f"acceptance-{suffix}.png"]
+
+
+def _finish_reasons(samples: Sequence[Sample]) -> dict[str, int]:
+    reasons = sorted({sample.finish_reason for sample in samples})
+    return {reason: sum(sample.finish_reason == reason for sample in samples) for reason in reasons}
+
+
+def _exact(samples: Sequence[Sample]) -> dict[str, int]:
+    compared = [sample for sample in samples if sample.equal is not None]
+    near = [sample for sample in compared if sample.difference is not None and sample.difference["near_tie"]]
+    equal = sum(sample.equal is True for sample in compared)
+    return {
+        "equal": equal,
+        "compared": len(compared),
+        "near_ties": len(near),
+        "errors": len(compared) - equal - len(near),
+    }
+
+
+def _times(samples: Sequence[Sample]) -> dict[str, float]:
+    """Seconds summed over answers; tokens/s counts what decoding made: all tokens but the first of each answer."""
+    seconds = sum(sample.decode_seconds for sample in samples)
+    decoded = sum(max(len(sample.ids) - 1, 0) for sample in samples)
+    return {
+        "prefill_seconds": sum(sample.prefill_seconds for sample in samples),
+        "decode_seconds": seconds,
+        "tokens_per_second": decoded / seconds if seconds > 0 else 0.0,
+    }
+
+
+def tables(summary: dict[str, Any]) -> str:
+    """The summary for a reader; tables are at most 132 columns wide, 116 where names are short."""
+    settings, n = summary["settings"], summary["num_stages"]
+    sampling = "greedy" if settings["temperature"] == 0.0 else f"temperature {settings['temperature']:g}"
+    out = Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False)
+    decoders = summary["decoders"]
+    out.print(_by_dataset(decoders, f"By data set (n = {n}, {sampling}, at most {settings['max_new_tokens']} tokens)"))
+    categories = {
+        (label, f"{name}: {category}"): found
+        for label, decoder in decoders.items()
+        for name, of_set in decoder["by_category"].items()
+        if len(of_set) > 1
+        for category, found in of_set.items()
+    }
+    if categories:
+        out.print(_figure_table("By category", "category", categories))
+    for key, title, column in (
+        ("by_context", "By context length (tokens before the token, prompt included)", "context"),
+        ("by_place", "By place in the answer (token 1 comes from prefill)", "tokens"),
+    ):
+        rows = {(label, name): found for label, d in decoders.items() for name, found in d[key].items()}
+        if rows:
+            out.print(_figure_table(title, column, rows))
+    out.print(_wall_clock(summary), "")
+    for line in [*_exactness(summary), *_notes(summary)]:
+        out.print(line, soft_wrap=True)
+    text = out.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    return "\n".join(line.rstrip() for line in text.splitlines()).lstrip()
+
+
+def _table(title: str, columns: Sequence[str], names: int = 2) -> Table:
+    table = Table(
+        title="\n" + title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.show_edge = table.pad_edge = False
+    for index, column in enumerate(columns):
+        is_name = index < names
+        table.add_column(
+            column, justify="left" if is_name else "right", no_wrap=True, max_width=WIDEST_NAME if is_name else None
+        )
+    return table
+
+
+def _by_dataset(decoders: dict[str, Any], title: str) -> Table:
+    columns = ["head", "data set", "answers", "tokens", "cycles", "S0", "S0 mean"]
+    columns += ["(N-1)/K", "N/K mean", "alpha", "alpha mean", "undrafted"]
+    table = _table(title, columns)
+    for label, decoder in decoders.items():
+        rows = dict(decoder["by_dataset"])
+        if len(rows) > 1:
+            rows |= {"all, pooled": decoder["overall"], "mean of sets": decoder["mean_of_datasets"]}
+        for name, found in rows.items():
+            counts = [str(found.get(key, "")) for key in ("samples", "tokens", "cycles")]
+            ratios = [f"{found['s0']:.2f}", f"{found['s0_mean']:.2f}", f"{found['acceptance_rate']:.3f}"]
+            ratios += [f"{found[key]:.3f}" for key in ("published_acceptance_rate_mean", "alpha", "alpha_mean")]
+            table.add_row(label if name == next(iter(rows)) else "", name, *counts, *ratios,
+                          str(found.get("undrafted", "")))  # fmt: skip
+        table.add_section()
+    return table
+
+
+def _figure_table(title: str, column: str, rows: dict[tuple[str, str], dict[str, Any]]) -> Table:
+    columns = ["head", column, "answers", "decoded", "S0", "S0 mean", "(N-1)/K"]
+    table = _table(title, [*columns, "accepted", "rejected", "alpha", "alpha mean", "undrafted"])
+    last = None
+    for (label, name), found in rows.items():
+        if last not in (None, label):
+            table.add_section()
+        table.add_row(
+            label if label != last else "",
+            name,
+            *(str(found[key]) for key in ("samples", "decoded")),
+            *(f"{found[key]:.2f}" for key in ("s0", "s0_mean")),
+            f"{found['acceptance_rate']:.3f}",
+            *(str(found[key]) for key in ("accepted", "rejected")),
+            *(f"{found[key]:.3f}" for key in ("alpha", "alpha_mean")),
+            str(found["undrafted"]),
+        )
+        last = label
+    return table
+
+
+def _wall_clock(summary: dict[str, Any]) -> Table:
+    plain, devices = summary["autoregressive"], summary["settings"]["devices"]
+    columns = ["decoder", "devices", "prefill s", "decode s", "tokens/s", "to autoregressive"]
+    table = _table(f"Wall-clock time (batch {summary['settings']['batch']}, compilation apart)", columns)
+    rows = {label: (devices, decoder["times"]) for label, decoder in summary["decoders"].items()}
+    if plain is not None:
+        rows[AUTOREGRESSIVE] = ("1 device", plain)
+    for label, (kind, times) in rows.items():
+        speed, base = times["tokens_per_second"], plain["tokens_per_second"] if plain else 0.0
+        shown = [f"{times[key]:.1f}" for key in ("prefill_seconds", "decode_seconds", "tokens_per_second")]
+        table.add_row(label, kind, *shown, f"{speed / base:.2f}" if base and speed else "")
+    return table
+
+
+def _exactness(summary: dict[str, Any]) -> list[str]:
+    lines = []
+    for label, decoder in summary["decoders"].items():
+        exact = decoder["exact"]
+        if exact["compared"]:
+            line = f"{label}: ids equal to autoregressive decoding: {exact['equal']} of {exact['compared']}"
+            if exact["near_ties"]:
+                line += f", {exact['near_ties']} near-ties (rounding decides there, either is right)"
+            if exact["errors"]:
+                line += f", {exact['errors']} differ without reason: this is an error"
+            lines.append(line)
+    if summary["autoregressive"] is not None and summary["settings"]["temperature"] > 0.0:
+        lines.append("Sampled answers are not compared: they have equal distributions but differ.")
+    return lines
+
+
+def _notes(summary: dict[str, Any]) -> list[str]:
+    lines = ["S0 and alpha are pooled (sums first, then divided) unless they say mean (of the answers' own)."]
+    missing, no_room = summary["missing"], {}
+    for label, decoder in summary["decoders"].items():
+        no_room[label] = decoder["finish_reasons"].get("context", 0)
+    if any(no_room.values()):
+        said = ", ".join(f"{count} of {label}" for label, count in no_room.items() if count)
+        lines.append(f"Later turns for which the context had no room, without an answer: {said}.")
+    if missing:
+        lines.append(f"{missing} answers are missing: run the same command again to go on.")
+    if summary["simulated"]:
+        lines.append(
+            f"{summary['settings']['devices']}: they share this machine's cores, so wall-clock time cannot beat "
+            "autoregressive decoding here; S0 is what n real devices would give if draft, heads and exchange were "
+            "free and all stages equal."
+        )
+    return lines

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spd_jax.decode.options import SequenceResult
-from spd_jax.decode.state import ACCEPTED, REJECTED
-from spd_jax.evaluation.compare import Comparison
-from spd_jax.evaluation.metrics import (
+from spd_jax.generation.metrics import (
     acceptance_rate,
     alpha,
     equivalent_accept_length,
     published_acceptance_rate,
 )
+from spd_jax.generation.verdicts import NO_DRAFT, RIGHT, WRONG
 
 FORMAT, FORMAT_VERSION = "spd_jax evaluation samples", 1
-PREFILLED, RIGHT, WRONG, NO_DRAFT = "p", "a", "r", "u"
 NO_ROOM = "context"
 """`finish_reason` of a later turn for which the context had no room: it has no tokens."""
 
@@ -125,23 +121,6 @@ def sample_of_record(record: Any) -> Sample:
     for name in ("prompt_ids", "ids", "token_cycles"):
         given[name] = tuple(given[name])
     return Sample(**given)
-
-
-def verdicts_of(result: SequenceResult) -> str:
-    """The letters of `Sample.verdicts`."""
-    letters = {ACCEPTED: RIGHT, REJECTED: WRONG}
-    return "".join(
-        PREFILLED if place == 0 else letters.get(token.event, NO_DRAFT) for place, token in enumerate(result.tokens)
-    )
-
-
-def difference_of(comparison: Comparison) -> dict[str, Any] | None:
-    """Where ids part: index of the first such token, margin of the logits, and whether that is a near-tie."""
-    if comparison.equal:
-        return None
-    margin = comparison.margin
-    shown = margin if margin is not None and math.isfinite(margin) else None
-    return {"index": comparison.index, "margin": shown, "near_tie": comparison.near_tie}
 
 
 class SampleFile:

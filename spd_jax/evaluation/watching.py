@@ -10,10 +10,10 @@ from typing import Any
 
 from spd_jax.config.distill import DistillConfig
 from spd_jax.config.run import EngineConfig
-from spd_jax.decode.assemble import open_engine
 from spd_jax.decode.options import Options
 from spd_jax.evaluation.acceptance import acceptance
-from spd_jax.evaluation.prompts import encode_prompt, read_prompts
+from spd_jax.generation.engine import open_engine
+from spd_jax.generation.prompts import encode_prompt, read_prompts
 from spd_jax.plan import StagePlan
 from spd_jax.speculation.module import SpeculationModule
 

@@ -21,14 +21,14 @@ from spd_jax.decode.autoregressive import AutoregressiveDecoder
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Generation, Options, SequenceResult
 from spd_jax.decode.state import ACCEPTED, REJECTED
-from spd_jax.evaluation.metrics import expected_cycles
+from spd_jax.generation.metrics import expected_cycles
 from spd_jax.models.decoder import Decoder
 from spd_jax.parallel.mesh import stage_mesh
 from spd_jax.parallel.stack import make_program, stack_params
 from spd_jax.plan import Layout, StagePlan, make_plan
 from spd_jax.speculation.module import HeadConfig, SpeculationModule, draft_layer_config
-from spd_jax.testing.weights import RandomWeights, dense_layer
 from spd_jax.weights.load import load_decoder
+from spd_jax.weights.random_model import RandomWeights, dense_layer
 
 BATCH, CHUNK, CYCLES = 4, 4, 8  # of every shared decoder
 MAX_LENGTH = 1024

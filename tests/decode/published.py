@@ -16,10 +16,10 @@ from spd_jax.decode.state import DecodeState
 from spd_jax.models.decoder import Ropes, rows_only, run_layers
 from spd_jax.nn.deltanet import Memory, Recurrence
 from spd_jax.plan import Layout
-from spd_jax.testing.weights import DecoderWeights
 from tests.decode.engine import OWN, make_pipeline
 from tests.decode.stepwise import Stepper
 from tests.fixtures import Fixture, load_fixture
+from tests.memory_weights import DecoderWeights
 
 CHUNK, LONGEST = 16, 160
 

@@ -11,7 +11,7 @@ import pytest
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Generation, Options, SequenceResult
 from spd_jax.decode.state import REJECTED
-from spd_jax.testing.weights import RandomWeights
+from spd_jax.weights.random_model import RandomWeights
 from tests.decode.engine import (
     BATCH,
     CHUNK,

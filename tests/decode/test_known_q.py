@@ -8,9 +8,9 @@ import pytest
 from spd_jax.decode.options import Options
 from spd_jax.decode.sampling import Sampling
 from spd_jax.decode.tree import Tree
-from spd_jax.evaluation.metrics import acceptance_rate, projected_accept_length
+from spd_jax.generation.metrics import acceptance_rate, projected_accept_length
 from spd_jax.plan import make_plan
-from spd_jax.testing.bigram import BigramWeights, Tables, bigram_head, tables
+from tests.bigram import BigramWeights, Tables, bigram_head, tables
 from tests.decode.engine import make_pipeline
 
 VOCAB, LAYERS, ROWS, TOKENS = 8, 8, 16, 240

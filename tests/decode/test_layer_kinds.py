@@ -25,8 +25,8 @@ from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Options
 from spd_jax.decode.tree import Tree
 from spd_jax.plan import StagePlan, default_anchors
-from spd_jax.testing.weights import RandomWeights
 from spd_jax.weights.load import load_decoder
+from spd_jax.weights.random_model import RandomWeights
 from tests.decode.engine import (
     BATCH,
     CHUNK,

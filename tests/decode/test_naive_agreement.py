@@ -9,7 +9,6 @@ from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Options
 from spd_jax.plan import Layout, StagePlan
 from spd_jax.speculation.module import SpeculationModule
-from spd_jax.testing.naive import CycleInput, ModuleDraft, NaiveDecoder
 from tests.decode.engine import (
     BATCH,
     LAYER,
@@ -26,6 +25,7 @@ from tests.decode.engine import (
     weights,
 )
 from tests.decode.stepwise import Stepper
+from tests.naive import CycleInput, ModuleDraft, NaiveDecoder
 
 LAYERS, TOKENS = 8, 14
 PROMPTS = random_prompts(BATCH, seed=3)  # of 1, 2, 3 and 4 tokens

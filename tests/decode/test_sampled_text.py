@@ -16,10 +16,10 @@ from spd_jax.decode.options import Options
 from spd_jax.decode.sampling import Sampling
 from spd_jax.decode.tree import Tree
 from spd_jax.plan import Layout, make_plan
-from spd_jax.testing.naive import Filters, probabilities
-from spd_jax.testing.weights import RandomWeights
 from spd_jax.weights.load import load_decoder
+from spd_jax.weights.random_model import RandomWeights
 from tests.decode.engine import make_pipeline, model_config, random_head
+from tests.naive import Filters, probabilities
 
 VOCAB, LAYERS, COUNT, ROWS = 7, 3, 4, 32
 PROMPT = [1, 4]

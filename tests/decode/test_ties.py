@@ -8,9 +8,9 @@ import pytest
 
 from spd_jax.decode.autoregressive import AutoregressiveDecoder
 from spd_jax.decode.options import Options
-from spd_jax.evaluation.compare import compare_ids, teacher_forced_logits
-from spd_jax.testing.weights import RandomWeights
+from spd_jax.generation.compare import compare_ids, teacher_forced_logits
 from spd_jax.weights.load import load_decoder, open_target
+from spd_jax.weights.random_model import RandomWeights
 from tests.decode.engine import (
     BATCH,
     CHUNK,

@@ -24,12 +24,12 @@ from spd_jax.decode.tree import (
     no_nodes,
 )
 from spd_jax.plan import Layout
-from spd_jax.testing.naive import CycleInput, ModuleDraft, NaiveDecoder
 from tests.decode import published
 from tests.decode.engine import BATCH, OWN, VOCAB, in_batches, pipeline, random_prompts, script
 from tests.decode.stepwise import Run, Stepper
 from tests.decode.test_lossless import reference
 from tests.decode.tree_model import Expected, filled, happened, random_script, simulate
+from tests.naive import CycleInput, ModuleDraft, NaiveDecoder
 
 TOKENS = 20
 PROMPTS = random_prompts(12)

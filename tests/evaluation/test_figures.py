@@ -13,8 +13,8 @@ from spd_jax.evaluation.figures import (
     split,
     whole,
 )
-from spd_jax.evaluation.metrics import projected_accept_length
 from spd_jax.evaluation.samples import Sample
+from spd_jax.generation.metrics import projected_accept_length
 
 STAGES = 4
 

@@ -9,16 +9,15 @@ import pytest
 
 from spd_jax.decode.options import SequenceResult, Token
 from spd_jax.decode.state import ACCEPTED, REJECTED, UNDRAFTED
-from spd_jax.evaluation.compare import Comparison
 from spd_jax.evaluation.samples import (
     FolderError,
     Sample,
     SampleFile,
     check_folder,
-    difference_of,
     sample_of_record,
-    verdicts_of,
 )
+from spd_jax.generation.compare import Comparison
+from spd_jax.generation.verdicts import verdicts_of
 
 HEADER: dict[str, Any] = {"settings": {"batch": 1, "plan": (4, 4)}, "decoder": {"head": "target", "temperature": 0.0}}
 
@@ -64,9 +63,9 @@ def test_every_token_has_a_verdict():
 
 
 def test_a_difference_is_fit_for_json():
-    assert difference_of(Comparison()) is None
-    assert difference_of(Comparison(3, float("inf"))) == {"index": 3, "margin": None, "near_tie": False}
-    assert difference_of(Comparison(3, 2e-5, near_tie=True)) == {"index": 3, "margin": 2e-5, "near_tie": True}
+    assert Comparison().record() is None
+    assert Comparison(3, float("inf")).record() == {"index": 3, "margin": None, "near_tie": False}
+    assert Comparison(3, 2e-5, near_tie=True).record() == {"index": 3, "margin": 2e-5, "near_tie": True}
 
 
 def test_a_file_goes_on_where_it_ended(tmp_path: Path):

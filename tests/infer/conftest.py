@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from infer import generate as script
-from spd_jax.evaluation.generate import Decoders, prepare
+from spd_jax.generation.run import Decoders, prepare
 from tests.byte_text import copy_target
 
 PROMPTS = ["The", "Here is a list of"]

@@ -11,9 +11,9 @@ import pytest
 from infer import evaluate as script
 from spd_jax.decode.autoregressive import AutoregressiveDecoder
 from spd_jax.decode.loop import PipelineDecoder
-from spd_jax.evaluation.evaluate import EvaluationDecoders
-from spd_jax.evaluation.evaluation_job import EvaluationJob
-from spd_jax.evaluation.generate import Decoders
+from spd_jax.evaluation.job import EvaluationJob
+from spd_jax.evaluation.run import EvaluationDecoders
+from spd_jax.generation.run import Decoders
 from spd_jax.weights.tokenizer import load_tokenizer
 from tests.infer.conftest import COMMON, Answer
 from tests.one_line import assert_one_clear_line

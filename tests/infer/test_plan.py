@@ -9,12 +9,12 @@ from PIL import Image
 
 from infer import plan
 from spd_jax.config.plan import PlanConfig
-from spd_jax.evaluation.cost_model import memory_of_ranks, spd_cycle
-from spd_jax.evaluation.costs import MachineCosts, Setting
-from spd_jax.evaluation.machines import load_machine
 from spd_jax.models.presets import preset_names
 from spd_jax.models.shapes import num_parameters
 from spd_jax.plan import balanced_plan, make_plan
+from spd_jax.planning.cost_model import memory_of_ranks, spd_cycle
+from spd_jax.planning.costs import MachineCosts, Setting
+from spd_jax.planning.machines import load_machine
 from spd_jax.weights.load import read_config
 from tests.config.help import help_of
 from tests.fixtures import DATA

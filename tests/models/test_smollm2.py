@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from spd_jax.config.model import ModelConfig, RopeConfig
-from spd_jax.testing.weights import dense_layer
 from spd_jax.weights.gguf_header import read_header
 from spd_jax.weights.load import load_decoder, open_target
 from spd_jax.weights.location import resolve
 from spd_jax.weights.mapping import TargetWeights
+from spd_jax.weights.random_model import dense_layer
 from spd_jax.weights.tokenizer import load_tokenizer
 from tests.tiny import decoder_logits, logits_of, transformers_of_gguf
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from spd_jax.config.model import LayerConfig, MlpConfig
 from spd_jax.parallel.slots import Role, SlotTable, slot_table
 from spd_jax.plan import StagePlan, make_plan
-from spd_jax.testing.weights import dense_layer
+from spd_jax.weights.random_model import dense_layer
 
 LAYER = dense_layer(16, 24, 4, 2, 4, 1e-5)
 KINDS = [LAYER, LAYER.with_attention(qk_norm=True), dataclasses.replace(LAYER, mlp=MlpConfig(32))]

@@ -10,7 +10,7 @@ from flax import nnx
 from spd_jax.parallel.mesh import sharded, stage_mesh
 from spd_jax.parallel.stack import PipelineParams, Program, make_program, stack_params
 from spd_jax.plan import Layout, StagePlan, make_plan
-from spd_jax.testing.weights import RandomWeights
+from spd_jax.weights.random_model import RandomWeights
 from tests.decode.engine import LAYER, model_config, random_head
 
 PLANS: list[dict[str, Any]] = [

@@ -13,7 +13,7 @@ from spd_jax.parallel.mesh import stage_mesh
 from spd_jax.parallel.stack import make_program, stack_params
 from spd_jax.parallel.swap import swap_head
 from spd_jax.plan import make_plan
-from spd_jax.testing.weights import RandomWeights
+from spd_jax.weights.random_model import RandomWeights
 from tests.decode.engine import LAYER, model_config, random_head
 
 OLD: dict[str, Any] = {"stage_layers": [1, 3, 2, 1], "num_draft_layers": 2}

@@ -16,7 +16,7 @@ from spd_jax.parallel.processes import join_processes
 from spd_jax.parallel.stack import make_program, stack_params
 from spd_jax.plan import make_plan
 from spd_jax.speculation.module import HeadConfig, SpeculationModule
-from spd_jax.testing.weights import RandomWeights, dense_layer
+from spd_jax.weights.random_model import RandomWeights, dense_layer
 
 
 def main(process: int, processes: int, coordinator: str, devices: int) -> None:

@@ -20,7 +20,7 @@ from spd_jax.speculation import checkpoint
 from spd_jax.speculation.checkpoint import file_digest, load_head, named_tensors, save_head
 from spd_jax.speculation.manifest import read_manifest
 from spd_jax.speculation.module import HeadConfig, SpeculationModule
-from spd_jax.testing.weights import dense_layer
+from spd_jax.weights.random_model import dense_layer
 
 LLAMA3 = RopeConfig(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64)
 LAYER = dense_layer(32, 48, 4, 2, 8, 1e-6, LLAMA3)

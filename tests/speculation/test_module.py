@@ -22,9 +22,9 @@ from spd_jax.speculation.module import (
     draft_layer_config,
     head_from_target,
 )
-from spd_jax.testing.naive import NaiveDecoder
-from spd_jax.testing.weights import RandomWeights, dense_layer
 from spd_jax.weights.mapping import TensorMap
+from spd_jax.weights.random_model import RandomWeights, dense_layer
+from tests.naive import NaiveDecoder
 
 LAYER = dense_layer(32, 48, 4, 2, 8, 1e-6)
 TARGET = ModelConfig("llama", 64, (LAYER,) * 8, 256, tie_embeddings=False)

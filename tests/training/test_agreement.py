@@ -20,8 +20,8 @@ from spd_jax.config.model import MlpConfig
 from spd_jax.models.decoder import Decoder
 from spd_jax.plan import StagePlan
 from spd_jax.speculation.module import SpeculationModule
-from spd_jax.testing.naive import CycleInput, ModuleDraft, NaiveDecoder, NaiveResult
 from tests.decode.engine import LAYER, random_head, target, weights
+from tests.naive import CycleInput, ModuleDraft, NaiveDecoder, NaiveResult
 from tests.training.passes import PLAN, frozen, logits_of, tiny_head, whole_rows
 
 LENGTH, TOKENS, CYCLES = 32, 16, 40

@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 
 from spd_jax.config.run import EngineConfig
-from spd_jax.decode.assemble import open_engine
 from spd_jax.decode.options import Options
 from spd_jax.evaluation.acceptance import acceptance
+from spd_jax.generation.engine import open_engine
 from spd_jax.speculation.checkpoint import load_head
 from spd_jax.speculation.module import HeadConfig, SpeculationModule, draft_layer_config, head_from_target
 from spd_jax.training.distill import Distillation, open_distillation

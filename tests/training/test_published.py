@@ -9,14 +9,14 @@ import optax
 import pytest
 from flax import nnx
 
+from spd_jax.published.convert import to_published
 from spd_jax.speculation.module import SpeculationModule
-from spd_jax.speculation.published import to_published
-from spd_jax.testing.weights import DecoderWeights
 from spd_jax.training.rows import Rows
 from spd_jax.training.sharding import data_mesh
 from spd_jax.training.step import PassOptions, Programs, Sums
 from spd_jax.training.target import FrozenTarget
 from tests.fixtures import Fixture, load_fixture
+from tests.memory_weights import DecoderWeights
 from tests.training.passes import frozen, logits_of, whole_rows
 
 fixture = functools.cache(load_fixture)

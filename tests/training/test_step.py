@@ -11,10 +11,10 @@ import pytest
 from spd_jax import struct
 from spd_jax.data.prepared import Example
 from spd_jax.nn import blockwise
-from spd_jax.testing.weights import RandomWeights
 from spd_jax.training.rows import Rows, document_starts, draw_fill, fill_shares
 from spd_jax.training.sharding import Placement, data_mesh
 from spd_jax.training.step import PassOptions, Programs, TrainState
+from spd_jax.weights.random_model import RandomWeights
 from tests.decode.engine import model_config, random_head
 from tests.training.passes import (
     ROWS,

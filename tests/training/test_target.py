@@ -10,10 +10,10 @@ import pytest
 from spd_jax.data.packing import make_batch
 from spd_jax.data.prepared import Example
 from spd_jax.models.decoder import Decoder
-from spd_jax.testing.weights import RandomWeights
 from spd_jax.training.rows import Rows
 from spd_jax.training.target import FrozenTarget, load_frozen_target, target_pass
 from spd_jax.weights.load import load_decoder
+from spd_jax.weights.random_model import RandomWeights
 from tests.decode.engine import model_config
 from tests.decode.test_layer_kinds import IN_GATE, KINDS
 from tests.tiny import run

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from spd_jax.models.decoder import Decoder
-from spd_jax.testing.weights import RandomWeights, weights_of
 from spd_jax.weights.load import load_decoder, open_target
 from spd_jax.weights.mapping import config_digest
+from spd_jax.weights.random_model import RandomWeights
+from tests.memory_weights import DecoderWeights
 from tests.tiny import edit_json, save_llama, tiny_config
 
 SINGLE = "model.safetensors"
@@ -25,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def numbers(decoder: Decoder) -> dict[str, np.ndarray]:
-    weights = weights_of(decoder)
+    weights = DecoderWeights(decoder)
     return {path: weights.tensor(path) for path in weights.paths()}
 
 

@@ -1,0 +1,1 @@
+"""What a pipeline would cost and give on a machine: cost model, measurements, planner, simulator."""
