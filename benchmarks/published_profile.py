@@ -4,7 +4,7 @@
 
 Fits what a layer, a device's pass and a cycle cost beyond memory traffic and arithmetic (least squares of relative
 errors over the published times) and prints what is left over. The figures of `h100-eager` in
-spd_jax/evaluation/machines.yaml are these, rounded. No device is used.
+spd_jax/planning/machines.yaml are these, rounded. No device is used.
 """
 
 from __future__ import annotations
