@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float, Int
 
 from spd_jax import struct
@@ -190,6 +189,30 @@ def in_chunks(
     return out.reshape(*out.shape[:2], -1, out.shape[-1])[:, :, :length], state
 
 
+def unit_lower_inverse(matrix: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
+    """The inverse of a matrix with ones on its diagonal, of which only what lies below the diagonal is read.
+
+    Diagonal blocks of 1, 2, 4, ... rows are inverted from those of half the size: [[A, 0], [C, D]] has the inverse
+    [[A', 0], [-D' C A', D']]. Products of whole matrices, since the blocks of a size lie apart; every number on the way
+    is one of the result, so that nothing grows and cancels as it does in a series of powers.
+
+    Not LAPACK's solver: on CPUs jaxlib hands its batch to the threads that run the simulated devices and waits for
+    them, and when all others wait in a collective for this device, nobody is left to do the work.
+    """
+    size = matrix.shape[-1]
+    rows = jnp.arange(size)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=matrix.dtype), matrix.shape)
+    block = 1
+    while block < size:
+        pair = rows // block
+        below = (pair[:, None] % 2 == 1) & (pair == pair[:, None] - 1)
+        coupling = jnp.where(below, matrix, jnp.zeros((), matrix.dtype))
+        left = jnp.matmul(inverse, coupling, precision=_EXACT)
+        inverse = inverse - jnp.matmul(left, inverse, precision=_EXACT)
+        block *= 2
+    return inverse
+
+
 def _chunk(
     state: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, start: Array, first: Array | None = None
 ) -> tuple[Array, Array]:
@@ -206,8 +229,7 @@ def _chunk(
     into = jnp.exp(total) * carried
     alike = jnp.einsum("bhtk,bhsk->bhts", k, k, precision=_EXACT) * decays * beta[..., None]
     wanted = jnp.concatenate([v, k * into[..., None]], axis=-1) * beta[..., None]
-    # Only what is below the diagonal is read.
-    solved = solve_triangular(alike, wanted, lower=True, unit_diagonal=True)
+    solved = jnp.matmul(unit_lower_inverse(alike), wanted, precision=_EXACT)
     values, keys = jnp.split(solved, (v.shape[-1],), axis=-1)
     change = values - jnp.einsum("bhtk,bhkv->bhtv", keys, state, precision=_EXACT)
     asked = jnp.einsum("bhtk,bhsk->bhts", q, k, precision=_EXACT) * decays

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from spd_jax.config.model import DeltaNetConfig, NormConfig
-from spd_jax.nn.deltanet import CHUNK, GatedDeltaNet, Memory, Recurrence
+from spd_jax.nn.deltanet import CHUNK, GatedDeltaNet, Memory, Recurrence, unit_lower_inverse
 
 CONFIG = DeltaNetConfig(num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=5, conv_kernel=4)
 SIZE, LENGTH = 16, 2 * CHUNK + 9
@@ -116,3 +116,14 @@ def test_a_long_strong_decay_stays_finite():
     y, memory = layer(jnp.asarray(rows()), Recurrence())
     assert np.isfinite(y).all()
     assert np.isfinite(memory.state).all()
+
+
+@pytest.mark.parametrize("alike", [0.0, 1.0], ids=["keys of all directions", "one key again and again"])
+@pytest.mark.parametrize("size", [1, 5, CHUNK])
+def test_inverse_is_exact_also_where_a_series_of_powers_would_cancel(size: int, alike: float):
+    rng = np.random.default_rng(size)
+    keys = rng.standard_normal((2, 3, size, 8)) * (1 - alike) + alike
+    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+    matrix = keys @ np.swapaxes(keys, -1, -2)
+    expected = np.linalg.inv(np.tril(matrix, -1) + np.eye(size))
+    np.testing.assert_allclose(unit_lower_inverse(jnp.asarray(matrix, jnp.float32)), expected, atol=3e-6)
