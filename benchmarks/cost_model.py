@@ -14,7 +14,7 @@ from jsonargparse import auto_cli
 
 from spd_jax.config.run import EngineConfig
 from spd_jax.generation.engine import Engine, open_engine
-from spd_jax.parallel.mesh import simulate_devices
+from spd_jax.parallel.platform import set_up_platform
 from spd_jax.planning.cost_model import autoregressive_seconds, spd_cycle
 from spd_jax.planning.costs import Costs, Setting
 from spd_jax.planning.cycle_timing import endless, full_cycles, full_steps
@@ -56,7 +56,7 @@ def main(
     rounds: int = 9,
 ) -> None:
     """Compare every model in every cut that it has layers for."""
-    simulate_devices(max(stages) + 1)
+    set_up_platform(devices=max(stages) + 1)
     for target in models:
         print(target, flush=True)
         layers = open_engine(EngineConfig(target=target, stages=1)).weights.config.num_layers

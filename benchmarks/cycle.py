@@ -30,7 +30,7 @@ from spd_jax.decode.loop import PipelineDecoder, mode_of
 from spd_jax.decode.tree import CHAIN, Tree
 from spd_jax.generation.engine import Engine, open_engine
 from spd_jax.models.decoder import Decoder
-from spd_jax.parallel.mesh import simulate_devices
+from spd_jax.parallel.platform import set_up_platform
 from spd_jax.planning.cycle_timing import endless, full_cycles, full_steps
 from spd_jax.planning.timing import Timed, interleave, median, ratio
 from spd_jax.speculation.module import SpeculationModule
@@ -72,7 +72,7 @@ def prefills(decoder: PipelineDecoder, base: Baseline, tokens: int) -> list[Time
     prompt = [int(t) for t in np.random.default_rng(0).integers(20, 2000, tokens)]
     one = base.decoder
     batch = make_batch([prompt], endless(64), one.config.vocab_size, one.max_length)
-    single, _, _ = one.compiled(batch.options.sampling.mode, False)
+    single, _ = one.compiled(batch.options.sampling.mode, False)
     single_request = one.request(batch)
     request, banned = decoder.request(batch)
     mode = mode_of(batch.options)
@@ -188,7 +188,7 @@ def main(
     json_path: str | None = None,
 ) -> None:
     """Measure cycles for several numbers of stages and print one table of figures each."""
-    simulate_devices(max(stages) + 1)
+    set_up_platform(devices=max(stages) + 1)
     engines = {
         n: open_engine(EngineConfig(target=target, stages=n, layout=layout, cycles_per_dispatch=CYCLES)) for n in stages
     }

@@ -32,7 +32,7 @@ from spd_jax.generation.engine import Engine, open_engine
 from spd_jax.generation.metrics import acceptance_rates, alpha
 from spd_jax.generation.prompts import encode_prompt, read_prompts
 from spd_jax.generation.tree_counts import tree_counts
-from spd_jax.parallel.mesh import simulate_devices
+from spd_jax.parallel.platform import set_up_platform
 from spd_jax.planning.cycle_timing import endless
 from spd_jax.planning.timing import interleave, median, ratio
 
@@ -130,8 +130,7 @@ def main(
     out: str = "out/tree.jsonl",
 ) -> None:
     """Measure acceptance over stages, widths and temperatures, then cycle times over widths."""
-    jax.config.update("jax_compilation_cache_dir", ".cache/jax")
-    simulate_devices(max(stages) + 1)
+    set_up_platform(devices=max(stages) + 1, compilation_cache=".cache/jax")
     file = Path(out)
     file.parent.mkdir(parents=True, exist_ok=True)
     job = {"temperatures": temperatures, "widths": widths, "tokens": max_new_tokens, "batch": batch}

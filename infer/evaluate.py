@@ -20,8 +20,6 @@ from spd_jax.evaluation.job import EvaluationJob, prepare_evaluation
 from spd_jax.evaluation.report import differs, summarise, tables, write_results
 from spd_jax.evaluation.run import Evaluation, load_evaluation
 
-# A simulated device that is late to an exchange waits for a busy core; it is not stuck, as XLA would soon suppose.
-PATIENCE = [f"--xla_cpu_collective_call_{w}_timeout_seconds={s}" for w, s in (("warn_stuck", 300), ("terminate", 900))]
 COLUMNS = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
 
 
@@ -40,7 +38,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Run; returns the exit code."""
     try:
         config = parse_command_line(EvaluateConfig, arguments, __doc__ or "")
-        os.environ["XLA_FLAGS"] = " ".join([*PATIENCE, os.environ.get("XLA_FLAGS", "")])
         job = prepare_evaluation(config)
         out = sys.stdout if job.engine.leads else open(os.devnull, "w")  # noqa: SIM115
         print(job.describe(), file=out, flush=True)

@@ -17,9 +17,6 @@ from spd_jax.config.command_line import parse_command_line
 from spd_jax.config.run import GenerateConfig
 from spd_jax.generation.run import Decoders, Job, Run, load_decoders, prepare
 
-# A simulated device that is late to an exchange waits for a busy core; it is not stuck, as XLA would soon suppose.
-PATIENCE = {"warn_stuck": 300, "terminate": 900}  # seconds
-
 
 def load(job: Job) -> Decoders:
     """The decoders of a job, behind progress bars on the terminal."""
@@ -39,8 +36,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Run; returns the exit code."""
     try:
         config = parse_command_line(GenerateConfig, arguments, __doc__ or "")
-        flags = [f"--xla_cpu_collective_call_{name}_timeout_seconds={time}" for name, time in PATIENCE.items()]
-        os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
         job = prepare(config, None if sys.stdin.isatty() else sys.stdin.read)
         out = sys.stdout if job.engine.leads else open(os.devnull, "w")  # noqa: SIM115
         print(job.describe(), file=out, flush=True)

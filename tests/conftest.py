@@ -10,23 +10,19 @@ from pathlib import Path
 import jax
 from jaxtyping import install_import_hook
 
-# Simulated devices are threads on few cores. A rank that reaches a collective late is slow, not stuck, but by default
-# XLA soon aborts the process.
-_COLLECTIVE_PATIENCE = {
-    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 300,
-    "xla_cpu_collective_call_terminate_timeout_seconds": 900,
-}
+from spd_jax.parallel.platform import set_up_platform
+
 NUM_DEVICES = 12  # the largest mesh in the gate has 9 ranks; the rest lets a test place a mesh off device 0
 
-os.environ["XLA_FLAGS"] = " ".join(
-    [os.environ.get("XLA_FLAGS", ""), *(f"--{name}={seconds}" for name, seconds in _COLLECTIVE_PATIENCE.items())]
-).strip()
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that would fetch anything fails at once
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its thread pool and fork do not mix, and the cores are busy
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+# A test has no watch: XLA itself ends a process that hangs in a collective.
+_HANGS = "--xla_cpu_collective_call_terminate_timeout_seconds=900"
+os.environ["XLA_FLAGS"] = f"{_HANGS} {os.environ.get('XLA_FLAGS', '')}".strip()
+
+set_up_platform(devices=NUM_DEVICES)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Identical programs come up again and again, within a run and between runs. The size limit also makes JAX lock the
 # folder, so that several runs may share it. Not the folder of the scripts: an entry that is written without a limit has

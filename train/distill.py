@@ -8,7 +8,6 @@ if it could not be done, 3 if a loss was not finite.
 
 from __future__ import annotations
 
-import os
 import sys
 
 from rich.console import Console
@@ -22,8 +21,6 @@ from spd_jax.training.distill import open_distillation
 from spd_jax.training.report import Reporter
 from spd_jax.training.trainer import NotFinite
 
-# A simulated device that is late to an exchange waits for a busy core; it is not stuck, as XLA would soon suppose.
-PATIENCE = [f"--xla_cpu_collective_call_{w}_timeout_seconds={s}" for w, s in (("warn_stuck", 300), ("terminate", 900))]
 COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}")
 
 
@@ -31,7 +28,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Run; returns the exit code."""
     try:
         config = parse_command_line(DistillConfig, arguments, __doc__ or "")
-        os.environ["XLA_FLAGS"] = " ".join([*PATIENCE, os.environ.get("XLA_FLAGS", "")])
         keep_freed_memory()
         run = open_distillation(config)
         print(run.describe(), flush=True)

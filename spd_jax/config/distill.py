@@ -68,6 +68,8 @@ class DistillConfig:
         chunk: positions whose logits exist at a time.
         seed: of the order of the data, the simulated fill and what starts at random.
         compilation_cache: folder where compiled programs are kept for the next run.
+        patience: seconds after which a step that makes no progress is given up, with a line that says what waited;
+            0 waits for ever.
         tensorboard: write TensorBoard events too.
         overwrite: begin anew where another run is.
     """
@@ -120,6 +122,7 @@ class DistillConfig:
     chunk: int = 128
     seed: int = 0
     compilation_cache: str | None = None
+    patience: float = 600.0
     tensorboard: bool = False
     overwrite: bool = False
 
@@ -128,7 +131,7 @@ class DistillConfig:
             raise ValueError("no data: give --data FOLDER (one or more), written by train/prepare.py")
         positive = "stages num_draft_layers fit_batches epochs max_steps rows accumulate keep chunk evaluate_batches"
         positive += " decode_limit decode_new_tokens device_count devices"
-        countable = "draft_vocabulary evaluate_every decode_every save_every seed first_layer"
+        countable = "draft_vocabulary evaluate_every decode_every save_every seed first_layer patience"
         least = {1: positive, 2: "row_length", 0: countable}
         for lowest, names in least.items():
             for name in names.split():

@@ -32,6 +32,8 @@ class PlanConfig:
             for the last of them.
         measure: time the model's layers, the heads, the exchanges and the program itself on the devices that are here
             and use that; exchanges over more devices than there are stay the machine's.
+        patience: seconds after which a measurement that makes no progress is given up, with a line that says what
+            waited; 0 waits for ever.
         traces: results to replay over the best plan: of infer/evaluate.py (samples.*.jsonl) or infer/generate.py
             (--json).
         jitter: with traces, how much the time of every piece varies: standard deviation over mean.
@@ -53,6 +55,7 @@ class PlanConfig:
     dtype: Dtype = "bfloat16"
     alphas: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8)
     measure: bool = False
+    patience: float = 60.0
     traces: tuple[str, ...] = ()
     jitter: float = 0.0
     json: str | None = None
@@ -62,6 +65,7 @@ class PlanConfig:
         for number in self.stages:
             at_least(2, "stages", number)
         at_least(2, "devices", self.devices)
+        at_least(0, "patience", self.patience)
         for name in ("num_draft_layers", "width", "batch", "context"):
             at_least(1, name, getattr(self, name))
         at_least(0, "draft_vocab", self.draft_vocab)

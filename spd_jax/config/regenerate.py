@@ -35,6 +35,8 @@ class RegenerateConfig:
         dtype: of the weights. bfloat16 is the faster one for large batches where the CPU has matrix units for it.
         prefill_chunk: prompt tokens worked on at a time.
         compilation_cache: folder where compiled programs are kept for the next run.
+        patience: seconds after which a program that makes no progress is given up, with a line that says what waited;
+            0 waits for ever.
     """
 
     target: str
@@ -55,11 +57,13 @@ class RegenerateConfig:
     dtype: Dtype = "float32"
     prefill_chunk: int = 128
     compilation_cache: str | None = None
+    patience: float = 60.0
 
     def __post_init__(self) -> None:
         for name in ("limit", "turns", "batch", "max_new_tokens", "prefill_chunk"):
             at_least(1, name, getattr(self, name))
         at_least(0, "seed", self.seed)
+        at_least(0, "patience", self.patience)
         if self.max_length <= self.max_new_tokens:
             raise ValueError(
                 f"max_length {self.max_length} must be above max_new_tokens {self.max_new_tokens}: it counts the prompt"

@@ -31,6 +31,8 @@ class PipelineConfig:
         cycles_per_dispatch: cycles between two looks of the host; changes how text streams, never what it is.
         prefill_chunk: prompt tokens that a stage works on at a time.
         compilation_cache: folder where compiled programs are kept for the next run.
+        patience: seconds after which a program that makes no progress is given up, with a line that says what waited;
+            0 waits for ever.
         coordinator: host:port of process 0, to run on the devices of several processes or machines; all are given the
             same. Process 0 prints and writes files.
         num_processes: how many processes there are, with coordinator.
@@ -48,6 +50,7 @@ class PipelineConfig:
     cycles_per_dispatch: int = 16
     prefill_chunk: int = 128
     compilation_cache: str | None = None
+    patience: float = 60.0
     coordinator: str | None = None
     num_processes: int = 1
     process_id: int = 0
@@ -55,6 +58,7 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         for name in ("stages", "num_draft_layers", "devices", "cycles_per_dispatch", "prefill_chunk", "num_processes"):
             at_least(1, name, getattr(self, name))
+        at_least(0, "patience", self.patience)
         if self.coordinator is None and (self.num_processes != 1 or self.process_id != 0):
             raise ValueError(
                 f"num_processes {self.num_processes} and process_id {self.process_id} need a coordinator (host:port)"
@@ -143,7 +147,7 @@ class GenerateConfig(DecodingConfig, EngineConfig):
             raise ValueError("stop holds an empty string, which would end every text at once")
 
 
-def at_least(least: int, name: str, value: int | None) -> None:
+def at_least(least: int, name: str, value: float | None) -> None:
     """Refuse a number below `least`; None passes.
 
     Raises:

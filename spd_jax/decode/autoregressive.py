@@ -6,9 +6,9 @@ The same layers, attention, sampling and bookkeeping as the pipelined decoder, o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,8 +20,9 @@ from jaxtyping import Array
 from spd_jax import struct
 from spd_jax.cache.rows import LayerCaches, empty_caches, grow_caches, write_rows
 from spd_jax.config.model import AttentionConfig
-from spd_jax.decode.batch import Batch, bucket, make_batch
-from spd_jax.decode.options import Generation, Options, Piece
+from spd_jax.decode.batch import Batch
+from spd_jax.decode.host import StreamingDecoder
+from spd_jax.decode.options import Options
 from spd_jax.decode.sampling import (
     TARGET,
     SamplingMode,
@@ -37,6 +38,7 @@ from spd_jax.models.decoder import Decoder, Ropes, embed, run_layers
 from spd_jax.nn.attention import PREFILL_BLOCK, attend_by_position, cache_layout
 from spd_jax.nn.deltanet import Memory, Recurrence
 from spd_jax.nn.layers import Attend
+from spd_jax.parallel.watch import Watch
 
 
 @struct.dataclass
@@ -61,7 +63,7 @@ class StepRequest:
     allowed: Array
 
 
-class AutoregressiveDecoder:
+class AutoregressiveDecoder(StreamingDecoder[StepState]):
     """One token a step on one device.
 
     Args:
@@ -72,6 +74,7 @@ class AutoregressiveDecoder:
         activations: number format of hidden states and caches (default: the weights'). On CPUs with matrix units
             bfloat16 weights with float32 activations are the fastest for large batches: products are bfloat16 ones,
             and everything else stays in the format that XLA's CPU backend knows.
+        watch: over every call of a program (default: none).
     """
 
     def __init__(
@@ -84,76 +87,17 @@ class AutoregressiveDecoder:
         num_tokens: int | None = None,
         activations: Any = None,
         capacity_step: int | None = None,
+        watch: Watch | None = None,
     ):
         self.config = decoder.config
-        self.max_length = decoder.config.max_position if max_length is None else max_length
-        self.steps_per_dispatch, self.prefill_chunk = steps_per_dispatch, prefill_chunk
+        longest = decoder.config.max_position if max_length is None else max_length
+        super().__init__(self.config.vocab_size, longest, steps_per_dispatch, prefill_chunk, spare=0, watch=watch)
+        self.steps_per_dispatch = steps_per_dispatch
         self._capacity_step = capacity_step
         self._num_tokens = self.config.vocab_size if num_tokens is None else num_tokens
         self._dtype = jnp.dtype(decoder.embedding[...].dtype if activations is None else activations)
         self._graphdef, self.weights = nnx.split(decoder)
         self._programs: dict[Any, Any] = {}
-        self._warm: set[tuple[Any, ...]] = set()
-
-    def generate(self, prompts: Sequence[Sequence[int]], options: Options) -> Generation:
-        """Decode a batch to its end; errors as `PipelineDecoder.generate`."""
-        generation = Generation([])
-        for _ in self.stream(prompts, options, generation):
-            pass
-        return generation
-
-    def stream(
-        self, prompts: Sequence[Sequence[int]], options: Options, generation: Generation | None = None
-    ) -> Iterator[Piece]:
-        """Yield pieces as they are decoded; `generation`, if given, is filled with results and times."""
-        options = dataclasses.replace(options, forced_drafts=None)
-        batch = make_batch(prompts, options, self.config.vocab_size, self.max_length)
-        generation = Generation([]) if generation is None else generation
-        generation.results = batch.results
-        if not batch.active.any():
-            return
-        start = time.perf_counter()
-        prefill, dispatch, grow = self.compiled(options.sampling.mode, options.log_probs)
-        request = self.request(batch)
-        state, token, log_prob = prefill(self.weights, request, *self.prompt_arrays(batch))
-        pieces = batch.first(np.asarray(token), np.asarray(log_prob))
-        generation.prefill_seconds = time.perf_counter() - start
-        yield from pieces
-        start, step = time.perf_counter(), 0
-        while batch.active.any():
-            needed = self._capacity(batch.longest() + self.steps_per_dispatch)
-            if needed > state.caches.capacity:
-                state = grow(state, needed)
-            state = struct.replace(state, active=jnp.asarray(batch.active))
-            state, log = dispatch(self.weights, request, state)
-            pieces = batch.extend(step, jax.device_get(log))
-            step += self.steps_per_dispatch
-            generation.decode_seconds += time.perf_counter() - start
-            yield from pieces
-            start = time.perf_counter()
-
-    def warm_up(self, prompts: Sequence[Sequence[int]], options: Options) -> None:
-        """Compile what decoding these prompts can need, as `PipelineDecoder.warm_up`."""
-        batch = make_batch(
-            prompts, dataclasses.replace(options, forced_drafts=None), self.config.vocab_size, self.max_length
-        )
-        longest = int((batch.lengths + batch.limits).max()) - 1
-        arrays, last = self.prompt_arrays(batch), self._capacity(longest + self.steps_per_dispatch)
-        key = (options.sampling.mode, options.log_probs, batch.size, arrays[-4].shape, last, batch.eos_ids.shape)
-        if key in self._warm or not batch.active.any():
-            return
-        prefill, dispatch, grow = self.compiled(options.sampling.mode, options.log_probs)
-        request = self.request(batch)
-        state, _, _ = prefill(self.weights, request, *arrays)
-        while True:
-            state, _ = dispatch(
-                self.weights, request, struct.replace(state, active=jnp.asarray(np.zeros(batch.size, bool)))
-            )
-            capacity = state.caches.capacity
-            if capacity >= last:
-                break
-            state = grow(state, self._capacity(capacity + 1))
-        self._warm.add(key)
 
     def request(self, batch: Batch) -> StepRequest:
         """The traced facts of a batch."""
@@ -163,20 +107,13 @@ class AutoregressiveDecoder:
 
     def prompt_arrays(self, batch: Batch) -> tuple[Any, ...]:
         """What a prefill takes after weights and request: empty caches, padded ids, lengths, limits, seeds."""
-        longest = int(batch.lengths.max())
-        padded = -(-longest // self.prefill_chunk) * self.prefill_chunk
-        capacity = self._capacity(max(padded, longest + 1 + self.steps_per_dispatch))
+        capacity = self._first_room(batch)
         caches = empty_caches(self.config.layers, batch.size, capacity, self._dtype)
         arrays = (batch.padded_ids(capacity), batch.lengths, batch.limits, batch.seeds())
         return caches, *map(jnp.asarray, arrays)
 
-    def _capacity(self, length: int) -> int:
-        """Positions of a cache that holds `length`."""
-        step = self._capacity_step
-        return bucket(length) if step is None else -(-length // step) * step
-
-    def compiled(self, mode: SamplingMode, with_log_probs: bool) -> tuple[Any, Any, Any]:
-        """The compiled prefill, dispatch and cache growth."""
+    def compiled(self, mode: SamplingMode, with_log_probs: bool) -> tuple[Any, Any]:
+        """The compiled prefill and dispatch."""
         key = (mode, with_log_probs)
         if key not in self._programs:
             body = _Programs(
@@ -185,9 +122,47 @@ class AutoregressiveDecoder:
             self._programs[key] = (
                 jax.jit(body.prefill, donate_argnums=2),
                 jax.jit(body.dispatch, donate_argnums=2),
-                jax.jit(_grow, static_argnums=1),
             )
         return self._programs[key]
+
+    def _batch(self, prompts: Sequence[Sequence[int]], options: Options) -> Batch:
+        return super()._batch(prompts, dataclasses.replace(options, forced_drafts=None))
+
+    def _room(self, positions: int) -> int:
+        step = self._capacity_step
+        return super()._room(positions) if step is None else -(-positions // step) * step
+
+    def _programs_for(self, options: Options) -> tuple[SamplingMode, bool]:
+        return options.sampling.mode, options.log_probs
+
+    def _prefill(self, batch: Batch, request: StepRequest) -> tuple[StepState, Any, Any]:
+        prefill, _ = self.compiled(*self._programs_for(batch.options))
+        return prefill(self.weights, request, *self.prompt_arrays(batch))
+
+    def _dispatch(self, options: Options, request: StepRequest, state: StepState) -> tuple[StepState, Log]:
+        _, dispatch = self.compiled(*self._programs_for(options))
+        return dispatch(self.weights, request, state)
+
+    def _with_active(self, state: StepState, active: np.ndarray) -> StepState:
+        return struct.replace(state, active=jnp.asarray(active))
+
+    def _room_of(self, state: StepState) -> int:
+        return state.caches.capacity
+
+    def _grown(self, state: StepState, room: int) -> StepState:
+        return grow_steps(state, room)
+
+    def _fault(self, state: StepState) -> None:
+        return None
+
+    def _refuse(self, fault: None, state: StepState) -> None:
+        pass
+
+    def _devices(self) -> Sequence[Any]:
+        return sorted(jax.tree.leaves(self.weights)[0].devices(), key=lambda device: device.id)
+
+    def _name(self) -> str:
+        return "the autoregressive decoder"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,5 +310,7 @@ class _Programs:
         return state, log
 
 
-def _grow(state: StepState, capacity: int) -> StepState:
+@functools.partial(jax.jit, static_argnums=1)
+def grow_steps(state: StepState, capacity: int) -> StepState:
+    """The same state with caches of another capacity."""
     return struct.replace(state, caches=grow_caches(state.caches, capacity))

@@ -30,7 +30,13 @@ def decoding_evaluator(config: DistillConfig, plan: StagePlan) -> Callable[[Spec
         ValueError: prompts that cannot be decoded, or too few devices for the plan.
     """
     engine = open_engine(
-        EngineConfig(config.target, plan=plan.stage_layers, layout=plan.layout, num_draft_layers=plan.num_draft_layers)
+        EngineConfig(
+            config.target,
+            plan=plan.stage_layers,
+            layout=plan.layout,
+            num_draft_layers=plan.num_draft_layers,
+            patience=config.patience,
+        )
     )
     prompts = [
         encode_prompt(prompt, engine.tokenizer, chat=True, vocab_size=engine.num_tokens, max_length=engine.max_length)

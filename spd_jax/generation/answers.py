@@ -20,11 +20,13 @@ from spd_jax.data.sources import read_conversations, source_digest
 from spd_jax.decode.autoregressive import AutoregressiveDecoder
 from spd_jax.decode.options import Options
 from spd_jax.decode.sampling import Sampling
+from spd_jax.parallel.platform import set_up_platform
+from spd_jax.parallel.watch import Watch
 from spd_jax.weights.load import load_decoder, open_target
 from spd_jax.weights.mapping import TargetWeights, config_digest
 from spd_jax.weights.tokenizer import Tokenizer, load_tokenizer
 
-NOT_FACTS = ("out", "limit", "compilation_cache", "skip_invalid")  # options that decide about no line
+NOT_FACTS = ("out", "limit", "compilation_cache", "patience", "skip_invalid")  # options that decide about no line
 CAPACITY_STEP = 128  # positions; measured: most of a step's time is reading the caches
 
 
@@ -75,6 +77,7 @@ class Regeneration:
             num_tokens=min(self.tokenizer.size, self.weights.config.vocab_size),
             activations=jnp.float32 if jax.default_backend() == "cpu" else None,
             capacity_step=CAPACITY_STEP,
+            watch=Watch(config.patience),
         )
         options = Options(
             max_new_tokens=config.max_new_tokens,
@@ -105,8 +108,7 @@ def open_regeneration(config: RegenerateConfig) -> Regeneration:
         OSError, ValueError: target or source is not there or not one, the tokenizer has no chat template, the target
             has no id that ends a turn, sampling options that contradict each other.
     """
-    if config.compilation_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
+    set_up_platform(compilation_cache=config.compilation_cache)
     Sampling(config.temperature, config.top_k, config.top_p)
     weights, tokenizer = open_target(config.target), load_tokenizer(config.target)
     if tokenizer.inner.chat_template is None:

@@ -18,9 +18,10 @@ from spd_jax.decode.autoregressive import AutoregressiveDecoder
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.generation.scripted import Script, parse_script
 from spd_jax.models.decoder import Decoder
-from spd_jax.parallel.mesh import simulate_devices, stage_mesh
-from spd_jax.parallel.processes import join_processes
+from spd_jax.parallel.mesh import stage_mesh
+from spd_jax.parallel.platform import set_up_platform
 from spd_jax.parallel.stack import make_program, stack_params
+from spd_jax.parallel.watch import Watch
 from spd_jax.plan import StagePlan, make_plan
 from spd_jax.speculation.checkpoint import load_head
 from spd_jax.speculation.manifest import HeadManifest, read_manifest
@@ -115,6 +116,7 @@ class Engine:
             max_length=self.max_length,
             cycles_per_dispatch=self.config.cycles_per_dispatch,
             prefill_chunk=self.config.prefill_chunk,
+            watch=Watch(self.config.patience),
         )
 
     def baseline(self, progress: Progress | None = None) -> tuple[AutoregressiveDecoder, Decoder]:
@@ -126,6 +128,7 @@ class Engine:
             steps_per_dispatch=self.config.cycles_per_dispatch,
             prefill_chunk=self.config.prefill_chunk,
             num_tokens=self.num_tokens,
+            watch=Watch(self.config.patience),
         )
         return decoder, model
 
@@ -164,12 +167,13 @@ def open_engine(config: EngineConfig) -> Engine:
         RuntimeError: devices were to be simulated after JAX had started with fewer.
     """
     script, manifest = _read_head(config.head)
-    if config.compilation_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
-    if config.coordinator is not None:
-        join_processes(config.coordinator, config.num_processes, config.process_id)
-    if config.devices is not None:
-        simulate_devices(config.devices)
+    set_up_platform(
+        devices=config.devices,
+        compilation_cache=config.compilation_cache,
+        coordinator=config.coordinator,
+        num_processes=config.num_processes,
+        process_id=config.process_id,
+    )
     weights = open_target(config.target)
     plan = _plan(config, weights.config.num_layers, manifest)
     mesh = stage_mesh(plan.num_ranks)

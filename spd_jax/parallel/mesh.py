@@ -23,25 +23,6 @@ AXIS = "stage"
 T = TypeVar("T")
 
 
-def simulate_devices(count: int) -> None:
-    """Ask for `count` simulated CPU devices; must run before the first use of JAX's devices.
-
-    Raises:
-        RuntimeError: JAX has already made its devices and there are fewer.
-    """
-    try:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError as error:
-        if len(jax.devices()) < count:
-            raise RuntimeError(
-                f"{count} simulated devices were asked for after JAX had started with {len(jax.devices())}: ask before "
-                "the first use of JAX, or set jax_num_cpu_devices when the program starts"
-            ) from error
-    if len(jax.devices()) < count:
-        raise RuntimeError(f"asked for {count} simulated devices, JAX made {len(jax.devices())}")
-
-
 def stage_mesh(num_ranks: int, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of `num_ranks` devices along axis `stage`.
 

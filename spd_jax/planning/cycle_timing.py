@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spd_jax.decode.autoregressive import AutoregressiveDecoder
+from spd_jax.decode.autoregressive import AutoregressiveDecoder, grow_steps
 from spd_jax.decode.batch import make_batch
 from spd_jax.decode.loop import PipelineDecoder, mode_of
 from spd_jax.decode.options import Options
@@ -68,11 +68,11 @@ def full_cycles(
 def full_steps(name: str, decoder: AutoregressiveDecoder, prompt: Sequence[int], capacity: int) -> Timed:
     """Dispatches of autoregressive steps in a cache of at least `capacity` positions."""
     batch = make_batch([list(prompt)], endless(2048), decoder.config.vocab_size, decoder.max_length)
-    prefill, dispatch, grow = decoder.compiled(batch.options.sampling.mode, False)
+    prefill, dispatch = decoder.compiled(batch.options.sampling.mode, False)
     request = decoder.request(batch)
     state, _, _ = prefill(decoder.weights, request, *decoder.prompt_arrays(batch))
     if state.caches.capacity < capacity:
-        state = grow(state, capacity)
+        state = grow_steps(state, capacity)
 
     def prepare() -> tuple[Any, ...]:
         return (jax.tree.map(jnp.copy, state),)

@@ -14,7 +14,8 @@ from spd_jax.config.model import ModelConfig
 from spd_jax.config.plan import PlanConfig
 from spd_jax.generation.report import prepare_output
 from spd_jax.models.shapes import parameter_shapes
-from spd_jax.parallel.mesh import simulate_devices
+from spd_jax.parallel.platform import set_up_platform
+from spd_jax.parallel.watch import Watch
 from spd_jax.plan import Layout
 from spd_jax.planning.costs import Costs, MachineCosts, Setting
 from spd_jax.planning.machines import Machine, load_machine
@@ -146,11 +147,12 @@ def make_planned(config: PlanConfig) -> Planned:
     predict(costs)  # what cannot be planned need not be measured
     if config.measure:
         if machine.shared:
-            simulate_devices(config.devices)
+            set_up_platform(devices=config.devices)
         elif jax.devices()[0].platform == "cpu":
             raise ValueError(
                 f"--measure times the devices that are here, and these are CPUs, not {machine.name}: run it there, "
                 "give --machine cpu, or say shared: true in your machine's file"
             )
-        costs = measure(setting, config.dtype, machine, predict)
+        with Watch(config.patience).over("the measurements", works_here=True):
+            costs = measure(setting, config.dtype, machine, predict)
     return Planned(config, model, machine, costs, *predict(costs))

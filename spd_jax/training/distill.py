@@ -19,7 +19,8 @@ from spd_jax.config.distill import DistillConfig
 from spd_jax.data.mixture import Mixture
 from spd_jax.data.packing import BatchStream
 from spd_jax.data.prepared import PreparedData, open_prepared
-from spd_jax.parallel.mesh import simulate_devices
+from spd_jax.parallel.platform import set_up_platform
+from spd_jax.parallel.watch import Watch
 from spd_jax.plan import StagePlan, make_plan
 from spd_jax.speculation.checkpoint import load_head, refuse_other_target, save_head
 from spd_jax.speculation.manifest import read_manifest
@@ -46,7 +47,7 @@ from spd_jax.weights.tokenizer import Tokenizer, load_tokenizer
 # Options that may differ when a run goes on: they change no number, or stand in run.json by what they point to.
 UNCHANGING = {"out", "devices", "device_count", "placement", "evaluate_every", "evaluate_batches", "decode_every"}
 UNCHANGING |= {"decode_prompts", "decode_limit", "decode_new_tokens", "save_every", "keep", "chunk", "overwrite"}
-UNCHANGING |= {"compilation_cache", "tensorboard", "target", "data", "head"}
+UNCHANGING |= {"compilation_cache", "patience", "tensorboard", "target", "data", "head"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +125,7 @@ class Distillation:
             seed=config.seed,
             store=store,
             log=Log(self.path / LOG_FILE),
+            watch=Watch(config.patience),
             save_head=self._save,
             rate=learning_rate(options, steps),
             evaluator=evaluator,
@@ -231,10 +233,7 @@ def open_distillation(config: DistillConfig) -> Distillation:
         FileNotFoundError: target, tokenizer, data or head is not there.
         ValueError: they do not fit each other, or `out` holds another run.
     """
-    if config.compilation_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", config.compilation_cache)
-    if config.devices is not None:
-        simulate_devices(config.devices)
+    set_up_platform(devices=config.devices, compilation_cache=config.compilation_cache)
     weights, tokenizer = open_target(config.target), load_tokenizer(config.target)
     parts = [open_prepared(folder, tokenizer_digest=tokenizer.digest) for folder in config.data]
     data, held_out = Mixture(parts), _held_out(parts)

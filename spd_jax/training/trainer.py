@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
 from spd_jax.data.packing import Batch, BatchStream
+from spd_jax.parallel.watch import Watch
 from spd_jax.speculation.module import SpeculationModule
 from spd_jax.training.checkpoints import Log, StateStore
 from spd_jax.training.loss import Figures
@@ -62,7 +64,7 @@ class NotFinite(ArithmeticError):
 
 class Trainer:
     """Trains a module; `fills` says how full the simulated pipeline is, `earlier` counts the tokens that the module has
-    seen before this run."""
+    seen before this run, `watch` looks at steps that hang."""
 
     def __init__(
         self,
@@ -80,11 +82,13 @@ class Trainer:
         rate: Callable[[int], Any],
         evaluator: Evaluator | None = None,
         earlier: Mapping[str, int] | None = None,
+        watch: Watch | None = None,
     ):
         self.programs, self.pace, self.log, self._fills = programs, pace, log, fills
         self._stream, self._held_out, self._seed, self._store = stream, held_out, seed, store
         self._save_head, self._rate, self._evaluator = save_head, rate, evaluator
         self._counts = {"tokens": 0, "supervised": 0, "earlier_tokens": 0, "earlier_supervised": 0, **(earlier or {})}
+        self._watch, self._seen = watch or Watch(0.0), set[str]()
         self._best: dict[str, float] = {}
         self._damaged: tuple[int, ...] = ()
         self.state: TrainState = programs.start(module)
@@ -124,7 +128,8 @@ class Trainer:
             yield from self._look(0, first=True)
         clock, tokens, since = time.perf_counter(), self._counts["tokens"], start
         for step in range(start, pace.total_steps):
-            values = self._step(step)
+            with self._watched("step", step + 1):
+                values = self._step(step)
             seconds = time.perf_counter() - clock
             speed = (self._counts["tokens"] - tokens) / seconds
             left = seconds / (step + 1 - since) * (pace.total_steps - step - 1)
@@ -134,6 +139,15 @@ class Trainer:
             clock += time.perf_counter() - looking  # tokens/s and ETA are those of training alone,
             if step == start:  # without the first step, which compiles
                 clock, tokens, since = time.perf_counter(), self._counts["tokens"], step + 1
+
+    def _watched(self, what: str, step: int) -> AbstractContextManager[None]:
+        """A watch over a step; the first one of a kind compiles."""
+        compiles = what not in self._seen
+        self._seen.add(what)
+        devices = jax.tree.leaves(self.state)[0].devices()
+        platform = next(iter(devices)).platform
+        where = f"the training on {len(devices)} {platform} device(s)"
+        return self._watch.over(f"{what} {step} of {where}", works_here=compiles or platform == "cpu")
 
     def _step(self, step: int) -> dict[str, Number]:
         sums = self.programs.zeros(self.state)
@@ -173,7 +187,8 @@ class Trainer:
 
         found: dict[str, float] = {}
         if self._held_out is not None and due(pace.evaluate_every):
-            found = self._evaluate(self._held_out)
+            with self._watched("look at held-out data after step", step):
+                found = self._evaluate(self._held_out)
             yield self._event("evaluation", step, found)
         if self._evaluator is not None and due(pace.decode_every):
             decoded = {name: float(value) for name, value in self._evaluator(self.programs.module(self.state)).items()}

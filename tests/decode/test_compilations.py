@@ -84,7 +84,7 @@ def test_autoregressive_decoding_copies_no_cache() -> None:
     """The baseline of every speed claim must not carry work that it could do without."""
     decoder = autoregressive(8)
     batch = make_batch([[5, 6, 7]], Options(max_new_tokens=8), decoder.config.vocab_size, decoder.max_length)
-    prefill, dispatch, _ = decoder.compiled(batch.options.sampling.mode, False)
+    prefill, dispatch = decoder.compiled(batch.options.sampling.mode, False)
     request = decoder.request(batch)
     # Shapes are enough to compile a dispatch for: the prefill is only traced.
     state, _, _ = jax.eval_shape(prefill, decoder.weights, request, *decoder.prompt_arrays(batch))

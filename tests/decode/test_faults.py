@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from spd_jax import struct
-from spd_jax.decode.loop import FaultError, PipelineDecoder
+from spd_jax.decode.host import FaultError
+from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Options
 from spd_jax.parallel.mesh import sharded
 from spd_jax.parallel.stack import PipelineParams

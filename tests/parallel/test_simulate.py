@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from spd_jax.parallel.mesh import simulate_devices
+from spd_jax.parallel.platform import simulate_devices
 
 
 def test_asking_after_jax_has_started_says_so() -> None:

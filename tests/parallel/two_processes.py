@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import sys
 
-import jax
 from flax import nnx
 
 from spd_jax.config.model import ModelConfig
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Options
 from spd_jax.parallel.mesh import stage_mesh
-from spd_jax.parallel.processes import join_processes
+from spd_jax.parallel.platform import set_up_platform
 from spd_jax.parallel.stack import make_program, stack_params
 from spd_jax.plan import make_plan
 from spd_jax.speculation.module import HeadConfig, SpeculationModule
@@ -21,10 +20,8 @@ from spd_jax.weights.random_model import RandomWeights, dense_layer
 
 def main(process: int, processes: int, coordinator: str, devices: int) -> None:
     """Decode two prompts on a mesh over all processes and print ids and cycles."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
-    if processes > 1:
-        join_processes(coordinator, processes, process, timeout=120)
+    group = {"coordinator": coordinator, "num_processes": processes, "process_id": process} if processes > 1 else {}
+    set_up_platform(devices=devices, **group)
     layer = dense_layer(32, 48, 4, 2, 8, 1e-5)
     config = ModelConfig("llama", 64, (layer,) * 5, 256, True)
     plan = make_plan(5, 3, num_draft_layers=1)
