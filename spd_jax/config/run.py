@@ -147,7 +147,7 @@ class GenerateConfig(DecodingConfig, EngineConfig):
             raise ValueError("stop holds an empty string, which would end every text at once")
 
 
-def at_least(least: int, name: str, value: float | None) -> None:
+def at_least(least: int, name: str, value: float | int | None) -> None:
     """Refuse a number below `least`; None passes.
 
     Raises:
