@@ -163,6 +163,19 @@ def test_torch_is_never_imported_on_import():
     assert not found, f"import torch inside the one function that reads .pt files: {found}"
 
 
+def test_no_program_waits_for_the_threads_that_run_its_devices():
+    """jaxlib's LAPACK calls hand their batch to the pool of threads that runs simulated devices, and wait for it: with
+    as many devices as ranks, whose others wait in a collective, nobody is left to do that work."""
+    found = [
+        place(path, node.lineno)
+        for path in sources(LIBRARY)
+        for node in ast.walk(parse(path))
+        if (isinstance(node, ast.ImportFrom) and "linalg" in f"{node.module} {[name.name for name in node.names]}")
+        or (isinstance(node, ast.Attribute) and node.attr == "linalg" and ast.unparse(node.value) != "np")
+    ]
+    assert not found, f"write it as products, or with np outside of programs: {found}"
+
+
 def test_importing_the_library_makes_no_device_and_needs_no_torch():
     # sys.modules[name] = None makes `import name` fail, and makes libraries that look for torch believe it is absent.
     run_python(
