@@ -28,8 +28,8 @@ def write_byte_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
 
 
-def copy_target(folder: Path) -> Path:
-    """The tiny target with the byte tokenizer, in a folder of its own."""
-    shutil.copytree(TARGET, folder)
+def copy_target(folder: Path, name: str = "tiny_llama") -> Path:
+    """A tiny target of tests/data with the byte tokenizer, in a folder of its own."""
+    shutil.copytree(DATA / name / "target", folder)
     write_byte_tokenizer(folder)
     return folder

@@ -9,6 +9,7 @@ This module knows ranks, not stages: the plan maps one to the other.
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -35,6 +36,12 @@ def stage_mesh(num_ranks: int, devices: Sequence[Any] | None = None) -> Mesh:
         raise ValueError(
             f"the plan needs {num_ranks} devices, found {len(found)} ({platform}). Use fewer stages, a machine with "
             f"more devices, or simulate them on CPU: --devices {num_ranks} (jax_num_cpu_devices={num_ranks})"
+        )
+    sizes = collections.Counter(device.process_index for device in jax.devices())
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"the processes have {', '.join(str(sizes[i]) for i in sorted(sizes))} devices: give each equally many, as "
+            "JAX needs it"
         )
     members = {device.process_index for device in found[:num_ranks]}
     idle = sorted(set(range(jax.process_count())) - members)

@@ -20,9 +20,9 @@ TEMPLATE = (
 TEXT = " server and the content of the control of the server is a list of the first part of the content "
 
 
-def make_target(folder: Path) -> Path:
-    """The tiny target in a folder of its own."""
-    copy_target(folder)
+def make_target(folder: Path, name: str = "tiny_llama") -> Path:
+    """A tiny target of tests/data in a folder of its own."""
+    copy_target(folder, name)
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": TEMPLATE}))
     return folder
