@@ -51,74 +51,74 @@ class Costs(abc.ABC):
 
     @abc.abstractmethod
     def layer(self, kind: LayerConfig, rows: int, devices: int = 1) -> float:
-        """A layer on `rows` rows of each sequence, on one of `devices` that share it."""
+        """Seconds of one layer on `rows` rows of each sequence, on one of `devices` that share the layer."""
 
     @abc.abstractmethod
     def product(self, outputs: int, inputs: int, rows: int) -> float:
-        """A matrix on so many rows in all."""
+        """Seconds of a product of `rows` rows, over all sequences, with a matrix `[outputs, inputs]`."""
 
     @abc.abstractmethod
     def collective(self, devices: int, size: int) -> float:
-        """One collective of `size` bytes."""
+        """Seconds of one collective of `size` bytes over so many devices."""
 
     @abc.abstractmethod
     def with_latency(self, seconds: float) -> Costs:
-        """The same where a small collective takes this long over any number of devices."""
+        """The same costs, but a small collective takes so many seconds over any number of devices."""
 
     @abc.abstractmethod
     def start(self) -> float:
-        """A pass of one device over its layers, beside these."""
+        """Seconds that a pass of one device over its layers takes beside the layers themselves."""
 
     @abc.abstractmethod
     def keeping(self) -> float:
-        """A layer in a pipeline, beyond the layer: its window of positions in flight, and what it commits."""
+        """Seconds that a layer in a pipeline takes beside the layer, for its window and its commit."""
 
     @abc.abstractmethod
     def control(self, devices: int) -> float:
-        """A cycle over so many devices, beside its parts."""
+        """Seconds that a cycle over so many devices takes beside its parts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MachineCosts(Costs):
-    """Costs from a machine's figures."""
+    """Costs computed from what a machine is said to do: bytes and operations a second, latencies, launches."""
 
     machine: Machine
 
     @property
     def shared(self) -> bool:
-        """Whether devices are simulated on one."""
+        """Whether the machine's devices are simulated on one."""
         return self.machine.shared
 
     def layer(self, kind: LayerConfig, rows: int, devices: int = 1) -> float:
-        """Its share of the bytes and of the arithmetic; every device starts the layer."""
+        """The device's share of the layer's bytes and arithmetic, and one launch: every device starts the layer."""
         work = layer_work(kind, rows, self.setting)
         return work.over(devices).seconds(self.machine) + self.machine.launch
 
     def product(self, outputs: int, inputs: int, rows: int) -> float:
-        """The matrix read once."""
+        """The time to read the matrix once, or to multiply if that takes longer."""
         return product_work(outputs, inputs, rows, self.setting.itemsize).seconds(self.machine)
 
     def collective(self, devices: int, size: int) -> float:
-        """Over a ring."""
+        """The time of a ring: a fixed part, a hop to each further device, and the bytes over a link."""
         if devices == 1:
             return 0.0
         machine = self.machine
         return machine.collective_base + (devices - 1) * machine.collective_hop + size / machine.link_bandwidth
 
     def with_latency(self, seconds: float) -> Costs:
-        """Another machine."""
+        """The costs of a machine with this latency."""
         return dataclasses.replace(self, machine=self.machine.with_latency(seconds))
 
     def start(self) -> float:
-        """A figure of the machine."""
+        """The machine's `start`."""
         return self.machine.start
 
     def keeping(self) -> float:
-        """Part of the machine's `launch`."""
+        """Nothing: it is part of the machine's `launch`."""
         return 0.0
 
     def control(self, devices: int) -> float:
-        """A figure of the machine."""
+        """The machine's `control`."""
         return self.machine.control
 
 
@@ -168,5 +168,5 @@ def past_bytes(kind: LayerConfig, context: int, itemsize: int) -> int:
 
 
 def product_work(outputs: Number, inputs: Number, rows: Number, itemsize: int) -> Work:
-    """A matrix product of `rows` rows."""
+    """Bytes and operations of a product of `rows` rows with a matrix `[outputs, inputs]`."""
     return Work(itemsize * outputs * inputs, 2.0 * outputs * inputs * rows)

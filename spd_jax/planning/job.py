@@ -38,16 +38,16 @@ class Planned:
 
     @property
     def alpha(self) -> float:
-        """What the best plan is for."""
+        """The share of right drafts that the best plan is chosen for."""
         return self.config.alphas[-1]
 
     @functools.cached_property
     def best(self) -> Candidate:
-        """At `alpha`."""
+        """The plan with the most tokens a second at `alpha`."""
         return self.best_at(self.alpha)
 
     def best_at(self, alpha: float) -> Candidate:
-        """Of those that fit into memory, if any do."""
+        """The plan with the most tokens a second at `alpha`, among those that fit into memory if any do."""
         fitting = [candidate for candidate in self.candidates if self.fits(candidate)]
         return best(fitting or self.candidates, alpha)
 
@@ -57,7 +57,7 @@ class Planned:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the whole target."""
+        """Bytes of the whole target's weights."""
         return self.costs.setting.itemsize * sum(map(math.prod, parameter_shapes(self.model).values()))
 
     @functools.cached_property
@@ -67,7 +67,7 @@ class Planned:
 
     @property
     def latency(self) -> float:
-        """Of a small collective over all devices."""
+        """Seconds of a small collective over all devices."""
         return self.costs.collective(self.config.devices, 0)
 
     def tree(self) -> dict[str, Any]:

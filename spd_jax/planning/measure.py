@@ -42,7 +42,7 @@ SMALL = 1024  # bytes of a collective that is all latency
 
 @dataclasses.dataclass(frozen=True)
 class Asked(Costs):
-    """Notes what is asked for; everything takes a second."""
+    """Costs that only note what a prediction asks for, so that just that is measured; everything takes a second."""
 
     layers: set[tuple[LayerConfig, int]] = dataclasses.field(default_factory=set)
     products: set[tuple[int, int, int]] = dataclasses.field(default_factory=set)
@@ -51,39 +51,39 @@ class Asked(Costs):
 
     @property
     def shared(self) -> bool:
-        """Does not matter."""
+        """No: whether work adds up changes nothing in what is asked for."""
         return False
 
     def layer(self, kind: LayerConfig, rows: int, devices: int = 1) -> float:
-        """Noted by kind and rows."""
+        """A second; the kind and the number of rows are noted."""
         self.layers.add((kind, rows))
         return 1.0
 
     def product(self, outputs: int, inputs: int, rows: int) -> float:
-        """Noted."""
+        """A second; the sizes are noted."""
         self.products.add((outputs, inputs, rows))
         return 1.0
 
     def collective(self, devices: int, size: int) -> float:
-        """Noted by devices; the largest size of each."""
+        """A second; the largest size over so many devices is noted."""
         if devices > 1:
             self.collectives[devices] = max(size, self.collectives.get(devices, 2 * SMALL))
         return 1.0
 
     def with_latency(self, seconds: float) -> Costs:
-        """Asks for the same."""
+        """These costs: whatever the latency, the same is asked for."""
         return self
 
     def start(self) -> float:
-        """Part of `control`."""
+        """Nothing: measurements have it in `control`."""
         return 0.0
 
     def keeping(self) -> float:
-        """Always measured."""
+        """Nothing is noted: it is measured in any case."""
         return 0.0
 
     def control(self, devices: int) -> float:
-        """Noted."""
+        """A second; the number of devices is noted."""
         self.controls.add(devices)
         return 1.0
 
@@ -103,15 +103,16 @@ class MeasuredCosts(Costs):
 
     @property
     def shared(self) -> bool:
-        """Whether devices are simulated on one."""
+        """Whether the machine's devices are simulated on one."""
         return self.machine.shared
 
     def layer(self, kind: LayerConfig, rows: int, devices: int = 1) -> float:
-        """As measured whole; several devices are taken to share it evenly."""
+        """What the whole layer took; several devices are taken to share it evenly."""
         return self.layers[kind, rows] / devices
 
     def product(self, outputs: int, inputs: int, rows: int) -> float:
-        """As measured. Balancing by measured times may ask for sizes that nobody asked for before: by the nearest."""
+        """What the product took. Balancing by measured times may ask for a size that was not measured: then the nearest
+        one, scaled by the size of its matrix."""
         wanted = (outputs, inputs, rows)
         if wanted in self.products:
             return self.products[wanted]
@@ -119,27 +120,27 @@ class MeasuredCosts(Costs):
         return self.products[nearest] * outputs * inputs / (nearest[0] * nearest[1])
 
     def collective(self, devices: int, size: int) -> float:
-        """Latency and bytes as measured."""
+        """The measured latency, and the measured time of each byte beyond the small ones."""
         if devices not in self.exchange:
             return MachineCosts(self.setting, self.machine).collective(devices, size)
         latency, each = self.exchange[devices]
         return latency + max(size - SMALL, 0) * each
 
     def with_latency(self, seconds: float) -> Costs:
-        """Bytes still as measured."""
+        """Another latency; bytes take what they were measured to take."""
         exchange = {devices: (seconds, each) for devices, (_, each) in self.exchange.items()}
         return dataclasses.replace(self, machine=self.machine.with_latency(seconds), exchange=exchange)
 
     def start(self) -> float:
-        """Part of `control`."""
+        """Nothing: it is in what `control` was measured to be."""
         return 0.0
 
     def keeping(self) -> float:
-        """As measured on small models of few and of many layers."""
+        """What it took, from small models of few and of many layers."""
         return self.kept
 
     def control(self, devices: int) -> float:
-        """As measured on a small model."""
+        """What it took in the cycle of a small model; the machine's figure for more devices than there are."""
         return self.fixed.get(devices, self.machine.control)
 
 

@@ -50,7 +50,7 @@ class StateStore:
         self._path = path
 
     def latest(self) -> int | None:
-        """The newest complete step."""
+        """The newest step that was saved whole; None if there is none."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any, progress: Mapping[str, Any]) -> None:
@@ -192,14 +192,14 @@ class Log:
         self._path = path
 
     def read(self) -> list[dict[str, Any]]:
-        """All whole lines."""
+        """All events of the log; a line that was cut off is left out."""
         if not self._path.is_file():
             return []
         lines = self._path.read_bytes().split(b"\n")[:-1]  # what follows the last line feed is cut off
         return [json.loads(line) for line in lines if line]
 
     def append(self, event: Mapping[str, Any]) -> None:
-        """Add an event."""
+        """Write an event behind those that are there."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(dict(event)) + "\n")
 
