@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from spd_jax.config.model import ExpertsConfig, ModelConfig
+from spd_jax.models.reading import text_fields
 from spd_jax.models.shapes import Shape, parameter_shapes
 
 
@@ -90,8 +91,13 @@ class GgufFormat:
 class Family:
     """A family of target models.
 
-    `name` is Hugging Face's model_type, and `also` are others of the same models; `gguf` is None where GGUF files are
-    not read. `ignored` is a pattern of keys that a file may hold and that nothing needs.
+    `name` is Hugging Face's model_type, `also` are others; `gguf` is None where GGUF files are not read. `ignored` is a
+    pattern of keys that a file may hold and that nothing needs.
+
+    `wrapper_ties` is about multimodal checkpoints, whose config holds the text model's as `text_config`. A bool: the
+    head is the wrapper's, which alone says whether it is tied; where it says nothing, this does. None: transformers has
+    a class of the whole and one of the text model that read the same file, each by its own flag, and the one that ties
+    is right unless the file holds a head.
     """
 
     name: str
@@ -100,6 +106,15 @@ class Family:
     gguf: GgufFormat | None = None
     ignored: str = r"(?!)"
     also: tuple[str, ...] = ()
+    wrapper_ties: bool | None = None
+
+    def config_of(self, fields: Mapping[str, Any], origin: str) -> ModelConfig:
+        """A whole Hugging Face config dict, of a text model or of a wrapper around one, as a `ModelConfig`.
+
+        Raises:
+            ValueError: fields are missing or hold what is not implemented; all of them are named.
+        """
+        return self.read_config(text_fields(fields, origin, wrapper_ties=self.wrapper_ties), origin)
 
 
 @dataclasses.dataclass(frozen=True)

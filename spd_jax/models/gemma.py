@@ -147,6 +147,7 @@ GEMMA2 = Family(
 GEMMA3 = Family(
     name="gemma3",
     also=("gemma3_text",),
+    wrapper_ties=True,
     read_config=read_gemma3,
     recipes=functools.partial(dense_recipes, names=NAMES),
     ignored=r".*\.rotary_emb\.inv_freq",

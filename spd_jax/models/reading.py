@@ -11,6 +11,8 @@ from typing import Any, get_args
 
 from spd_jax.config.model import RopeConfig, RopeKind
 
+_TIE = "tie_word_embeddings"
+_WRAPPERS_OWN = ("eos_token_id", "bos_token_id", "pad_token_id", "quantization_config")
 ROPE_KINDS: tuple[str, ...] = get_args(RopeKind)
 
 # Names in a Hugging Face rope dict -> fields of RopeConfig.
@@ -126,10 +128,32 @@ class FieldReader:
             raise ValueError(f"{self.origin}: cannot use this model config:\n  " + "\n  ".join(self.problems))
 
 
-def text_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The fields of the text model: those of `text_config` where there is one, else of what stands around it."""
+def text_fields(fields: Mapping[str, Any], origin: str, *, wrapper_ties: bool | None) -> Mapping[str, Any]:
+    """The fields of the text model: those of `text_config`, with what its wrapper owns; `fields` where there is none.
+
+    What a wrapper says besides is about pictures, and never stands in for a field that the text model leaves out. It
+    owns the special tokens where it names them, a quantisation, and whether the head is tied (`Family.wrapper_ties`),
+    all as in transformers.
+
+    Raises:
+        ValueError: `text_config` is no object.
+    """
     inner = fields.get("text_config")
-    return {**fields, **inner} if isinstance(inner, Mapping) else fields
+    if inner is None:
+        return fields
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"{origin}: text_config is {inner!r}, expected an object")
+    owned = {name: fields[name] for name in _WRAPPERS_OWN if fields.get(name) is not None}
+    return {**inner, **owned, _TIE: _tied(fields, inner, wrapper_ties)}
+
+
+def _tied(fields: Mapping[str, Any], inner: Mapping[str, Any], wrapper_ties: bool | None) -> Any:
+    """Whether the head of a wrapped text model is tied; a value that is no flag is handed on, to be refused."""
+    if wrapper_ties is not None:
+        return bool(wrapper_ties) if _TIE not in fields else fields[_TIE] or False
+    given = [level[_TIE] for level in (fields, inner) if level.get(_TIE) is not None]
+    wrong = [value for value in given if not isinstance(value, bool)]
+    return wrong[0] if wrong else any(given) if given else None
 
 
 def token_ids(value: Any) -> tuple[int, ...]:

@@ -21,12 +21,12 @@ from spd_jax.config.model import ModelConfig
 from spd_jax.models.decoder import Decoder
 from spd_jax.models.family import Family
 from spd_jax.models.presets import preset_file
-from spd_jax.models.reading import text_fields, token_ids
+from spd_jax.models.reading import token_ids
 from spd_jax.models.registry import family_of, family_of_gguf
 from spd_jax.weights.errors import WeightsError
 from spd_jax.weights.gguf import GgufFile
 from spd_jax.weights.location import resolve
-from spd_jax.weights.mapping import CheckpointWeights, TargetWeights
+from spd_jax.weights.mapping import CheckpointWeights, TargetWeights, settle_head
 from spd_jax.weights.safetensors import SafetensorsFolder
 
 Progress = Callable[[int, int, str], None]
@@ -34,7 +34,7 @@ Progress = Callable[[int, int, str], None]
 
 
 def open_target(location: str | Path) -> TargetWeights:
-    """The weights of a target model; reads descriptions and shapes, no tensor.
+    """The weights of a target model; reads descriptions and shapes, and no tensor but a head that should not be there.
 
     `location`: a folder with config.json and safetensors, a .gguf file, `package:name/file.gguf` for a data file of an
     installed package, or a hub id `org/name`.
@@ -77,7 +77,7 @@ def _read_config_file(file: Path) -> tuple[Family, ModelConfig]:
         hint = f"; give the path of {files[0]} itself" if files else ""
         raise FileNotFoundError(f"{file.parent}: holds no {file.name}{hint}")
     family = family_of(fields.get("model_type"), str(file))
-    return family, family.read_config(text_fields(fields), str(file))
+    return family, family.config_of(fields, str(file))
 
 
 def _open_folder(folder: Path) -> TargetWeights:
@@ -89,6 +89,7 @@ def _open_folder(folder: Path) -> TargetWeights:
         raise ValueError(f"{folder / 'generation_config.json'}: eos_token_id: {error}") from error
     config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(ends)))
     source = SafetensorsFolder(folder)
+    config = settle_head(config, source)
     if source.left_out:
         warnings.warn(
             f"{folder}: only the text model is read; {len(source.left_out)} tensor(s) outside of it are left out "

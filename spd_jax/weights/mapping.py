@@ -8,6 +8,7 @@ meshes or stages.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -79,28 +80,37 @@ class CheckpointWeights:
             value = self._source.read(part.key)
             refuse_non_finite(value, f"{self.origin}: tensor {part.key}")
             parts.append(part.prepared(value))
-        if path == "embedding" and self.config.tie_embeddings:
-            self._warn_of_other_head(parts[0])
         return recipe.combine(parts)
 
-    def _warn_of_other_head(self, embedding: np.ndarray) -> None:
-        key = f"{HUGGING_FACE.head}.weight"
-        if key in self._source.shapes and not np.array_equal(self._source.read(key), embedding):
-            warnings.warn(
-                f"{self.origin}: the config ties the head to the embedding, but {key} is there and differs; "
-                "following the config (set tie_word_embeddings to false to use it)",
-                stacklevel=3,
-            )
+
+def settle_head(config: ModelConfig, source: TensorSource) -> ModelConfig:
+    """The config of a Hugging Face checkpoint whose file may hold a head though the config ties it to the embedding.
+
+    An equal head is one that was stored twice. Another one is used, with a warning, as transformers does since 5.0: the
+    config is wrong about its file.
+    """
+    head, embedding = (f"{name}.weight" for name in (HUGGING_FACE.head, HUGGING_FACE.embedding))
+    if not config.tie_embeddings or head not in source.shapes or embedding not in source.shapes:
+        return config
+    if source.shapes[head] == source.shapes[embedding] and np.array_equal(source.read(head), source.read(embedding)):
+        return config
+    warnings.warn(
+        f"{source.origin}: the config ties the head to the embedding, but the file holds another {head}, which is "
+        "used, as transformers does (set tie_word_embeddings to false to say so)",
+        stacklevel=3,
+    )
+    return dataclasses.replace(config, tie_embeddings=False)
 
 
 def table_problems(source: TensorSource, recipes: Mapping[str, Recipe], *, ignored: str, tied: bool) -> list[str]:
     """What does not fit between a file and the table of its family; reads no data."""
-    problems, used = [], set()
+    problems, used, head = [], set(), f"{HUGGING_FACE.head}.weight"
     for recipe in recipes.values():
         for part in recipe.parts:
             used.add(part.key)
             if part.key not in source.shapes:
-                problems.append(f"missing {part.key} {list(part.shape)}")
+                why = " (the config unties the head: tie_word_embeddings)" if part.key == head else ""
+                problems.append(f"missing {part.key} {list(part.shape)}{why}")
                 continue
             shape, dtype = source.shapes[part.key], source.dtypes[part.key]
             if shape != part.shape:
@@ -109,7 +119,7 @@ def table_problems(source: TensorSource, recipes: Mapping[str, Recipe], *, ignor
                 problems.append(f"{part.key} has dtype {dtype}, expected a floating point type of 16 bits or more")
     skip = re.compile(ignored)
     for key in source.shapes:
-        of_tied_head = tied and key == f"{HUGGING_FACE.head}.weight"
+        of_tied_head = tied and key == head
         if key not in used and not of_tied_head and not skip.fullmatch(key):
             problems.append(f"unexpected {key} {list(source.shapes[key])}")
     return problems

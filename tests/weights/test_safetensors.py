@@ -152,25 +152,28 @@ def test_a_tied_checkpoint_has_no_head_of_its_own(tmp_path: Path):
     np.testing.assert_allclose(decoder.logits(hidden), wanted, atol=1e-5)
 
 
-def test_a_tied_flag_with_another_head_follows_the_config_and_warns(folder: Path):
-    """D02: tied flag but an explicit, different lm_head present."""
+def test_a_tied_flag_with_another_head_takes_the_head_and_warns(folder: Path):
+    """D02: tied flag but an explicit, different lm_head present: the file is right, as in transformers 5."""
+    from transformers import LlamaForCausalLM
+
     edit_json(folder / "config.json", tie_word_embeddings=True)
-    weights = open_target(folder)
-    assert "head" not in weights.paths()
-    with pytest.warns(UserWarning, match=r"lm_head\.weight is there and differs"):
-        weights.tensor("embedding")
+    with pytest.warns(UserWarning, match=r"the file holds another lm_head\.weight, which is used"):
+        weights = open_target(folder)
+    theirs = LlamaForCausalLM.from_pretrained(folder).lm_head.weight.detach().numpy()
+    assert not np.array_equal(theirs, weights.tensor("embedding"))
+    np.testing.assert_array_equal(weights.tensor("head"), theirs)
 
 
 def test_a_tied_flag_with_the_same_head_is_silent(folder: Path):
     """D02: the head is stored twice, and equal."""
     edit_json(folder / "config.json", tie_word_embeddings=True)
     rewrite(folder, lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
-    open_target(folder).tensor("embedding")  # a warning would fail the test
+    assert "head" not in open_target(folder).paths()  # a warning would fail the test
 
 
 def test_an_untied_checkpoint_without_a_head_is_an_error(folder: Path):
     rewrite(folder, lambda tensors: {key: value for key, value in tensors.items() if key != "lm_head.weight"})
-    assert "missing lm_head.weight [64, 32]" in refusal(folder)
+    assert "missing lm_head.weight [64, 32] (the config unties the head" in refusal(folder)
 
 
 def test_heads_may_be_wider_than_the_hidden_size_divides_into(tmp_path: Path):
