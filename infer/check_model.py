@@ -11,19 +11,22 @@ from __future__ import annotations
 import sys
 
 from spd_jax.config.check_model import CheckModelConfig
-from spd_jax.config.command_line import parse_command_line
-from spd_jax.evaluation.check_model import check_model
+from spd_jax.script.run import run_script
+from spd_jax.script.terminal import Terminal
+
+
+def check(config: CheckModelConfig, terminal: Terminal) -> int:
+    """Run both and compare; returns the exit code."""
+    from spd_jax.evaluation.check_model import check_model
+
+    found = check_model(config)
+    terminal.lines(*found.lines())
+    return 0 if found.first is None else 1
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run; returns the exit code."""
-    try:
-        found = check_model(parse_command_line(CheckModelConfig, arguments, __doc__ or ""))
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(found.lines()))
-    return 0 if found.first is None else 1
+    return run_script(CheckModelConfig, check, __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -7,48 +7,33 @@ Exit code: 0; 1 if ids differ from the autoregressive ones and no near-tie expla
 
 from __future__ import annotations
 
-import os
 import sys
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
-
-from spd_jax.config.command_line import parse_command_line
 from spd_jax.config.run import GenerateConfig
-from spd_jax.generation.run import Decoders, Job, Run, load_decoders, prepare
+from spd_jax.script.run import run_script
+from spd_jax.script.terminal import Terminal
 
 
-def load(job: Job) -> Decoders:
-    """The decoders of a job, behind progress bars on the terminal."""
-    columns = TextColumn("loading the {task.description}"), BarColumn(), DownloadColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
+def generate(config: GenerateConfig, terminal: Terminal) -> int:
+    """Check, load, decode and report; returns the exit code."""
+    from spd_jax.generation.run import Run, load_decoders, prepare
 
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what)
-            bars.update(tasks[what], completed=done, total=total)
-
-        return load_decoders(job, show)
+    job = prepare(config, terminal.piped)
+    if not job.engine.leads:
+        terminal.silence()
+    terminal.lines(job.describe())
+    with terminal.progress() as bars:
+        run = Run(job, load_decoders(job, bars.load))
+    for text in run.stream():
+        terminal.write(text)
+    written = run.write_files()
+    terminal.lines("", run.report.text(), *(f"wrote {path}" for path in written))
+    return 1 if run.report.differs else 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run; returns the exit code."""
-    try:
-        config = parse_command_line(GenerateConfig, arguments, __doc__ or "")
-        job = prepare(config, None if sys.stdin.isatty() else sys.stdin.read)
-        out = sys.stdout if job.engine.leads else open(os.devnull, "w")  # noqa: SIM115
-        print(job.describe(), file=out, flush=True)
-        run = Run(job, load(job))
-        for text in run.stream():
-            print(text, end="", file=out, flush=True)
-        print("\n" + run.report.text(), *(f"wrote {path}" for path in run.write_files()), sep="\n", file=out)
-    except (ArithmeticError, OSError, RuntimeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 1 if run.report.differs else 0
+    return run_script(GenerateConfig, generate, __doc__, arguments)
 
 
 if __name__ == "__main__":

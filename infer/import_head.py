@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import sys
 
-from spd_jax.config.command_line import parse_command_line
 from spd_jax.config.import_head import ImportHeadConfig
-from spd_jax.published.exchange import exchange_head
+from spd_jax.script.run import run_script
+from spd_jax.script.terminal import Terminal
+
+
+def import_head(config: ImportHeadConfig, terminal: Terminal) -> int:
+    """Import or export; returns the exit code."""
+    from spd_jax.published.exchange import exchange_head
+
+    terminal.lines(exchange_head(config))
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run; returns the exit code."""
-    try:
-        print(exchange_head(parse_command_line(ImportHeadConfig, arguments, __doc__ or "")))
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_script(ImportHeadConfig, import_head, __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import sys
 
-from spd_jax.config.command_line import parse_command_line
 from spd_jax.config.plan import PlanConfig
-from spd_jax.planning.job import make_planned, prepare
-from spd_jax.planning.report import plan_report, replay_lines, write_outputs
+from spd_jax.script.run import run_script
+from spd_jax.script.terminal import Terminal
+
+
+def plan(config: PlanConfig, terminal: Terminal) -> int:
+    """Work everything out and report; returns the exit code."""
+    from spd_jax.planning.job import make_planned, prepare
+    from spd_jax.planning.report import plan_report, replay_lines, write_outputs
+
+    traces = prepare(config)
+    planned = make_planned(config)
+    lines = [*plan_report(planned), *(replay_lines(planned, traces) if traces else [])]
+    written = write_outputs(planned)
+    terminal.lines(*lines, *(f"wrote {path}" for path in written))
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run; returns the exit code."""
-    try:
-        config = parse_command_line(PlanConfig, arguments, __doc__ or "")
-        traces = prepare(config)
-        planned = make_planned(config)
-        lines = [*plan_report(planned), *(replay_lines(planned, traces) if traces else [])]
-        print(*lines, *(f"wrote {path}" for path in write_outputs(planned)), sep="\n")
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_script(PlanConfig, plan, __doc__, arguments)
 
 
 if __name__ == "__main__":

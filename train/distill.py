@@ -10,44 +10,45 @@ from __future__ import annotations
 
 import sys
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-from spd_jax.config.command_line import parse_command_line
 from spd_jax.config.distill import DistillConfig
-from spd_jax.evaluation.watching import decoding_evaluator
-from spd_jax.training.allocator import keep_freed_memory
-from spd_jax.training.distill import open_distillation
-from spd_jax.training.report import Reporter
-from spd_jax.training.trainer import NotFinite
+from spd_jax.script.errors import describe
+from spd_jax.script.run import run_script
+from spd_jax.script.terminal import Terminal
 
-COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[status]}")
+
+def distill(config: DistillConfig, terminal: Terminal) -> int:
+    """Open, train and report; returns the exit code."""
+    from spd_jax.evaluation.watching import decoding_evaluator
+    from spd_jax.training.allocator import keep_freed_memory
+    from spd_jax.training.distill import open_distillation
+    from spd_jax.training.report import Reporter
+    from spd_jax.training.trainer import NotFinite
+
+    keep_freed_memory()
+    run = open_distillation(config)
+    terminal.lines(run.describe())
+    evaluator = decoding_evaluator(config, run.plan) if config.decode_every else None
+    with terminal.progress() as bars:
+        trainer = run.trainer(evaluator, lambda done, total, _: bars.load("target", done, total))
+    terminal.lines(trainer.describe())
+    try:
+        with Reporter(run) as out, terminal.progress() as bars:
+            bars.show("steps", int(trainer.state.step), trainer.pace.total_steps)
+            for event in trainer.run():
+                line = out.line(event)
+                bars.show("steps", event.step, trainer.pace.total_steps, out.status(event) or None)
+                if line:
+                    terminal.lines(line)
+    except NotFinite as error:
+        terminal.complain(f"error: {describe(error)}")
+        return 3
+    terminal.lines(*(f"wrote {path}" for path in out.files()))
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run; returns the exit code."""
-    try:
-        config = parse_command_line(DistillConfig, arguments, __doc__ or "")
-        keep_freed_memory()
-        run = open_distillation(config)
-        print(run.describe(), flush=True)
-        trainer = run.trainer(decoding_evaluator(config, run.plan) if config.decode_every else None)
-        print(trainer.describe(), flush=True)
-        console = Console(stderr=True, quiet=not sys.stderr.isatty())
-        with Progress(*COLUMNS, console=console, transient=True) as bars, Reporter(run) as out:
-            task = bars.add_task("steps", total=trainer.pace.total_steps, completed=int(trainer.state.step), status="")
-            for event in trainer.run():
-                line = out.line(event)
-                bars.update(task, completed=event.step, status=out.status(event))
-                if line:
-                    print(line, flush=True)
-        print(*(f"wrote {path}" for path in out.files()), sep="\n")
-    except (ArithmeticError, OSError, RuntimeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 3 if isinstance(error, NotFinite) else 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_script(DistillConfig, distill, __doc__, arguments)
 
 
 if __name__ == "__main__":

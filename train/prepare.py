@@ -10,48 +10,31 @@ from __future__ import annotations
 
 import sys
 
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
-
-from spd_jax.config.command_line import parse_command_line
 from spd_jax.config.prepare import PrepareConfig
-from spd_jax.data.prepare import Prepared, prepare
-from spd_jax.data.prepared import Counts
+from spd_jax.script.run import run_script
+from spd_jax.script.terminal import Terminal
 
 
-def run(config: PrepareConfig) -> Prepared:
-    """Prepare behind a progress line on the terminal."""
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task("reading the sources")
+def prepare(config: PrepareConfig, terminal: Terminal) -> int:
+    """Prepare and report; returns the exit code."""
+    from spd_jax.data.prepare import prepare as prepare_conversations
+    from spd_jax.data.prepared import Counts
+
+    with terminal.progress() as bars:
 
         def show(counts: Counts) -> None:
             text = f"{counts.rows:,} rows read, {counts.kept:,} conversations kept, {counts.tokens:,} tokens"
-            bars.update(task, description=text)
+            bars.show("reading the sources", said=text)
 
-        return prepare(config, show)
+        prepared = prepare_conversations(config, show)
+    terminal.table(prepared.summary())
+    terminal.lines(f"{prepared.path} {'was there already' if prepared.was_there else 'is ready'}")
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run; returns the exit code."""
-    try:
-        prepared = run(parse_command_line(PrepareConfig, arguments, __doc__ or ""))
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    table = Table("", "number", "", box=None, pad_edge=False)
-    table.columns[0].no_wrap = True
-    table.columns[1].justify = "right"
-    for line in prepared.summary():
-        table.add_row(*line)
-    console = Console(soft_wrap=True)  # a path is one line, to be copied
-    console.print(table)
-    console.print(f"{prepared.path} {'was there already' if prepared.was_there else 'is ready'}", highlight=False)
-    return 0
+    return run_script(PrepareConfig, prepare, __doc__, arguments)
 
 
 if __name__ == "__main__":

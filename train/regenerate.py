@@ -11,45 +11,35 @@ from __future__ import annotations
 import sys
 import time
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
-
-from spd_jax.config.command_line import parse_command_line
 from spd_jax.config.regenerate import RegenerateConfig
-from spd_jax.data.regenerate import Progress
-from spd_jax.generation.answers import open_regeneration
+from spd_jax.script.run import run_script
+from spd_jax.script.terminal import Terminal
 
 
-def run(config: RegenerateConfig) -> str:
-    """Regenerate behind a progress bar on the terminal, or a line a batch where there is none; returns a summary."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+def regenerate(config: RegenerateConfig, terminal: Terminal) -> int:
+    """Load the target, write what is missing and report; returns the exit code."""
+    from spd_jax.data.regenerate import Progress
+    from spd_jax.generation.answers import open_regeneration
+
     start = time.perf_counter()
-    with Bars(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bars:
-        task = bars.add_task("starting", total=config.limit)
+
+    def said(progress: Progress) -> str:
+        return progress.describe(time.perf_counter() - start, config.limit)
+
+    with terminal.progress() as bars:
 
         def show(progress: Progress) -> None:
-            text = progress.describe(time.perf_counter() - start, config.limit)
-            bars.update(task, description=text, completed=progress.lines)
-            if not console.is_terminal:
-                console.print(text)
+            bars.show("conversations", progress.lines, config.limit, said(progress))
+            terminal.note(said(progress))
 
         progress = open_regeneration(config).run(show)
-    return "\n".join([progress.describe(time.perf_counter() - start, config.limit), *progress.left_out()])
+    terminal.lines(said(progress), *progress.left_out(), f"{config.out} is ready")
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run; returns the exit code."""
-    try:
-        config = parse_command_line(RegenerateConfig, arguments, __doc__ or "")
-        print(run(config), f"{config.out} is ready", sep="\n")
-    except (ArithmeticError, OSError, RuntimeError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_script(RegenerateConfig, regenerate, __doc__, arguments)
 
 
 if __name__ == "__main__":

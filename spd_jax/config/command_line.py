@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import typing
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -15,6 +16,8 @@ import docstring_parser
 from jsonargparse import ArgumentParser
 
 T = TypeVar("T")
+
+TRACEBACK = "traceback"
 
 
 class UsageError(ValueError):
@@ -41,6 +44,7 @@ def parse_command_line(cls: type[T], arguments: Sequence[str] | None, descriptio
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", action="config", help="YAML file with any of the options below")
+    parser.add_argument(f"--{TRACEBACK}", type=bool, default=False, help="show where an error comes from")
     several = [name for name, kind in typing.get_type_hints(cls).items() if kind == tuple[str, ...]]
     parser.add_class_arguments(cls, None, skip=set(several))
     for name in several:
@@ -51,6 +55,12 @@ def parse_command_line(cls: type[T], arguments: Sequence[str] | None, descriptio
         raise UsageError(" ".join(str(error).split())) from error
     given: dict[str, Any] = {field.name: parsed[field.name] for field in dataclasses.fields(typing.cast(Any, cls))}
     return cls(**given | {name: tuple(given[name]) for name in several})
+
+
+def wants_traceback(arguments: Sequence[str]) -> bool:
+    """Whether the words of a command line, which may be wrong otherwise, ask for the traceback of an error."""
+    words = " ".join(arguments).replace("=", " ").split()
+    return any(pair == (f"--{TRACEBACK}", "true") for pair in itertools.pairwise(words))
 
 
 def _help(cls: type, name: str) -> str:

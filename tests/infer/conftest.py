@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
+import spd_jax.generation.run
 from infer import generate as script
-from spd_jax.generation.run import Decoders, prepare
+from spd_jax.config.command_line import parse_command_line
+from spd_jax.config.run import GenerateConfig
+from spd_jax.generation.run import Decoders, load_decoders, prepare
 from tests.byte_text import copy_target
 
 PROMPTS = ["The", "Here is a list of"]
@@ -49,10 +52,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def decoders(target: Path) -> Decoders:
-    config = script.parse_command_line(
-        script.GenerateConfig, ["--target", str(target), *COMMON, "--compare", "true", "--prompt", "x"], ""
-    )
-    return script.load(prepare(config))
+    words = ["--target", str(target), *COMMON, "--compare", "true", "--prompt", "x"]
+    return load_decoders(prepare(parse_command_line(GenerateConfig, words, "")))
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def generate(
 
     def run(*arguments: str, with_decoders: Decoders | None = None) -> Answer:
         if with_decoders is not None:
-            monkeypatch.setattr(script, "load", lambda job: with_decoders)
+            monkeypatch.setattr(spd_jax.generation.run, "load_decoders", lambda job, progress: with_decoders)
         file = tmp_path / "out.json"
         file.unlink(missing_ok=True)
         code = script.main(["--target", str(target), *COMMON, "--json", str(file), *arguments])

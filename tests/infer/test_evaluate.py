@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import spd_jax.evaluation.run
 from infer import evaluate as script
 from spd_jax.decode.autoregressive import AutoregressiveDecoder
 from spd_jax.decode.loop import PipelineDecoder
@@ -35,7 +36,7 @@ class Evaluate:
         self.folder, self.generated, self._capsys = folder, 0, capsys
         self._arguments = ["--target", str(target), *COMMON]
         self._decoders = decoders
-        monkeypatch.setattr(script, "load_evaluation", self._load)
+        monkeypatch.setattr(spd_jax.evaluation.run, "load_evaluation", self._load)
         for decoder in (PipelineDecoder, AutoregressiveDecoder):
             monkeypatch.setattr(decoder, "generate", self._counted(decoder.generate))
 

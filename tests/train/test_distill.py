@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+import spd_jax.training.allocator
 from spd_jax.speculation.checkpoint import load_head
 from spd_jax.weights.load import open_target
 from spd_jax.weights.mapping import config_digest
@@ -49,7 +50,7 @@ EVALUATION += r"projected S0 \d\.\d{{3}}"
 def same_process(monkeypatch: pytest.MonkeyPatch):
     """The script adds to XLA_FLAGS and sets malloc for its process, which here has other things to do."""
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
-    monkeypatch.setattr(script, "keep_freed_memory", lambda: False)
+    monkeypatch.setattr(spd_jax.training.allocator, "keep_freed_memory", lambda: False)
 
 
 @pytest.fixture(scope="module")
