@@ -1,6 +1,6 @@
 """Compare a model as it is run here with transformers, layer by layer, on one text.
 
-    python infer/check_model.py --model MODEL [--prompt TEXT]
+    python infer/check_model.py --target MODEL [--prompt TEXT]
 
 Prints the largest difference of every hidden state and of the logits, and the first layer that differs.
 Exit code: 0 equal; 1 different; 2 if it could not be done. Needs PyTorch: pip install 'spd-jax[import]'.

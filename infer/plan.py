@@ -1,6 +1,6 @@
 """Say what a pipeline would give for a model on a machine, and which one is best.
 
-    python infer/plan.py --model qwen3.5-4b --machine h100 --devices 8
+    python infer/plan.py --target qwen3.5-4b --machine h100 --devices 8
 
 Reads the model's description, no weights. Exit code: 0; 2 if it could not be done.
 """

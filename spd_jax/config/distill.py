@@ -60,8 +60,8 @@ class DistillConfig:
         decode_new_tokens: tokens to generate for each.
         save_every: updates between two saved states.
         keep: saved states to keep.
-        device_count: devices to train on (default: all).
-        devices: simulate this many devices on the CPU; left out, the devices that JAX finds are used.
+        training_devices: how many of the devices train (default: all).
+        devices: how many devices there are, simulated on the CPU; left out, those that JAX finds.
         placement: replicated keeps all parameters on every device, sharded a slice of each.
         products: dtype of weights in matrix products.
         activations: dtype of what flows between them.
@@ -114,7 +114,7 @@ class DistillConfig:
     decode_new_tokens: int = 64
     save_every: int = 50
     keep: int = 2
-    device_count: int | None = None
+    training_devices: int | None = None
     devices: int | None = None
     placement: Literal["replicated", "sharded"] = "replicated"
     products: Dtype = "bfloat16"
@@ -130,7 +130,7 @@ class DistillConfig:
         if not self.data:
             raise ValueError("no data: give --data FOLDER (one or more), written by train/prepare.py")
         positive = "stages num_draft_layers fit_batches epochs max_steps rows accumulate keep chunk evaluate_batches"
-        positive += " decode_limit decode_new_tokens device_count devices"
+        positive += " decode_limit decode_new_tokens training_devices devices"
         countable = "draft_vocabulary evaluate_every decode_every save_every seed first_layer patience"
         least = {1: positive, 2: "row_length", 0: countable}
         for lowest, names in least.items():

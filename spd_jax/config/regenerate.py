@@ -23,7 +23,8 @@ class RegenerateConfig:
         split: of a source that has several; left out, its only one or train.
         skip_invalid: skip and count lines that cannot be parsed; otherwise the first is an error.
         limit: stop after the batch with which so many conversations are reached. A later run may raise it.
-        turns: regenerate so many assistant turns of a conversation at most (default: all) and leave out what follows.
+        max_turns: regenerate so many assistant turns of a conversation at most (default: all) and leave out what
+            follows.
         batch: conversations answered together.
         max_length: longest conversation in tokens; a turn whose prompt leaves no room for max_new_tokens is not asked.
         max_new_tokens: tokens of an answer at most; a longer one is cut there and no end is learnt from it.
@@ -45,7 +46,7 @@ class RegenerateConfig:
     split: str | None = None
     skip_invalid: bool = False
     limit: int | None = None
-    turns: int | None = None
+    max_turns: int | None = None
     batch: int = 64
     max_length: int = 1024
     max_new_tokens: int = 256
@@ -60,7 +61,7 @@ class RegenerateConfig:
     patience: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("limit", "turns", "batch", "max_new_tokens", "prefill_chunk"):
+        for name in ("limit", "max_turns", "batch", "max_new_tokens", "prefill_chunk"):
             at_least(1, name, getattr(self, name))
         at_least(0, "seed", self.seed)
         at_least(0, "patience", self.patience)

@@ -25,7 +25,7 @@ class PipelineConfig:
         layout: separate puts the draft layers on a device of their own (n + 1 devices), beside puts them beside the
             first stage (n devices). Default: the head's, else separate.
         num_draft_layers: draft layers of a head made from the target (default 3); a head folder has its own.
-        devices: simulate this many devices on the CPU; left out, the devices that JAX finds are used.
+        devices: how many devices there are, simulated on the CPU; left out, those that JAX finds.
         dtype: of weights and caches.
         max_length: longest sequence, prompt included (default: the positions that the model was made for).
         cycles_per_dispatch: cycles between two looks of the host; changes how text streams, never what it is.
@@ -148,10 +148,10 @@ class GenerateConfig(DecodingConfig, EngineConfig):
 
 
 def at_least(least: int, name: str, value: float | int | None) -> None:
-    """Refuse a number below `least`; None passes.
+    """Refuse a number below `least`, and what is no number; None passes.
 
     Raises:
         ValueError: names the option.
     """
-    if value is not None and value < least:
+    if value is not None and not value >= least:  # NaN neither
         raise ValueError(f"{name} must be at least {least}, found {value}")

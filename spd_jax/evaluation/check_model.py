@@ -71,14 +71,14 @@ def check_model(config: CheckModelConfig) -> ModelCheck:
         ValueError: a model that is not supported or damaged, or ids outside of its vocabulary.
     """
     torch = import_torch("models of transformers need")
-    weights = open_target(config.model)
-    ids = config.prompt_ids or load_tokenizer(config.model).encode(config.prompt)
+    weights = open_target(config.target)
+    ids = config.prompt_ids or load_tokenizer(config.target).encode(config.prompt)
     outside = [token for token in ids if not 0 <= token < weights.config.vocab_size]
     if outside:
         raise ValueError(f"prompt_ids must lie in 0..{weights.config.vocab_size - 1}, found {outside}")
     hiddens, logits = _ours(load_decoder(weights, jnp.float32), np.asarray([ids], np.int32))
     with torch.no_grad():
-        model = _transformers_model(resolve(config.model))
+        model = _transformers_model(resolve(config.target))
         theirs = model(torch.tensor([ids]), output_hidden_states=True)
     names = [_layer_name(weights.config, index) for index in range(len(hiddens))]
     pairs = zip([*names, "logits"], [*hiddens, logits], [*theirs.hidden_states, theirs.logits], strict=True)

@@ -88,7 +88,7 @@ class Regeneration:
 
         def begin(number: int, conversation: Conversation) -> Dialogue | Skipped:
             room = config.max_length - config.max_new_tokens
-            return open_dialogue(conversation, number, self.tokenizer, room, config.turns)
+            return open_dialogue(conversation, number, self.tokenizer, room, config.max_turns)
 
         return regenerate(
             Path(config.out),

@@ -74,7 +74,7 @@ class Planned:
         """The best plan as JSON."""
         found, cycle = self.best, self.best.cycle
         return {
-            "model": self.config.model,
+            "model": self.config.target,
             "machine": self.machine.name,
             "measured": self.config.measure,
             "devices": self.config.devices,
@@ -110,7 +110,7 @@ def prepare(config: PlanConfig) -> list[str]:
     for path in (config.json, config.plot):
         if path is not None:
             prepare_output(path)
-    return [trace for path in config.traces for trace in read_traces(path)]
+    return [trace for path in config.replay for trace in read_traces(path)]
 
 
 def make_planned(config: PlanConfig) -> Planned:
@@ -121,14 +121,14 @@ def make_planned(config: PlanConfig) -> Planned:
             other devices than the machine's.
         RuntimeError: devices were to be simulated after JAX had started with fewer.
     """
-    model, machine = read_config(config.model), load_machine(config.machine)
+    model, machine = read_config(config.target), load_machine(config.machine)
     setting = Setting(
         jnp.dtype(config.dtype).itemsize,
         config.context,
         config.batch,
         config.width,
         config.temperature > 0.0,
-        min(config.draft_vocab, model.vocab_size) or None,
+        min(config.draft_vocabulary, model.vocab_size) or None,
     )
     wanted: dict[str, Any] = {"stages": config.stages}
     wanted["layouts"] = get_args(Layout) if config.layout is None else (config.layout,)

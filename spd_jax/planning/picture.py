@@ -43,7 +43,7 @@ def draw_plan(planned: Planned, *, dots_per_inch: int = 110) -> bytes:
     config = planned.config
     how = "measured" if config.measure else "predicted"
     where = f"{config.devices} x {planned.machine.name}"
-    title = f"{config.model} on {where}, {how}; B = {config.batch}, W = {config.width}"
+    title = f"{config.target} on {where}, {how}; B = {config.batch}, W = {config.width}"
     figure.text(0.012, 0.95, title, fontsize=13, weight="bold", va="center", parse_math=False)
     buffer = io.BytesIO()
     canvas.print_png(buffer)

@@ -28,7 +28,7 @@ def plan_report(planned: Planned) -> list[str]:
     setting = planned.costs.setting
     drafted = "all tokens" if setting.draft_vocab is None else f"{setting.draft_vocab:,} tokens"
     return [
-        f"model {config.model} ({model.family}): {model.num_layers} layers, hidden size {model.hidden_size}, "
+        f"model {config.target} ({model.family}): {model.num_layers} layers, hidden size {model.hidden_size}, "
         f"vocabulary {model.vocab_size:,}; {planned.weight_bytes / GB:.2f} GB in {config.dtype}",
         f"machine {planned.machine.name} ({planned.machine.description or 'of your own'}), {config.devices} devices; "
         f"{'measured here' if config.measure else 'predicted from its figures'}",

@@ -45,7 +45,7 @@ from spd_jax.weights.mapping import TargetWeights, TensorMap, config_digest
 from spd_jax.weights.tokenizer import Tokenizer, load_tokenizer
 
 # Options that may differ when a run goes on: they change no number, or stand in run.json by what they point to.
-UNCHANGING = {"out", "devices", "device_count", "placement", "evaluate_every", "evaluate_batches", "decode_every"}
+UNCHANGING = {"out", "devices", "training_devices", "placement", "evaluate_every", "evaluate_batches", "decode_every"}
 UNCHANGING |= {"decode_prompts", "decode_limit", "decode_new_tokens", "save_every", "keep", "chunk", "overwrite"}
 UNCHANGING |= {"compilation_cache", "patience", "tensorboard", "target", "data", "head"}
 
@@ -100,7 +100,7 @@ class Distillation:
         )
         module = self._module()
         optimizer = make_optimizer(options, steps)
-        mesh = data_mesh(config.device_count)
+        mesh = data_mesh(config.training_devices)
         programs = Programs(mesh, module, self.plan, target, optimizer, passes, config.placement)
         store = StateStore(self.path / STATES, config.keep)
         if fits and store.latest() is None:
@@ -266,11 +266,11 @@ def _held_out(parts: Sequence[PreparedData]) -> Mixture | None:
 def _refuse_misfits(config: DistillConfig, weights: TargetWeights, tokenizer: Tokenizer, head: HeadConfig) -> None:
     """Raise for what would fail later, before a folder is made for the run."""
     optimizer_options(config)
-    devices = data_mesh(config.device_count).size
+    devices = data_mesh(config.training_devices).size
     if config.rows % devices:
         raise ValueError(
             f"rows {config.rows} of a micro-batch cannot be cut over {devices} devices: give a multiple, or fewer "
-            "devices with --device_count"
+            "devices with --training_devices"
         )
     if config.head == "target":
         copied_layers(head, weights.config, config.first_layer)

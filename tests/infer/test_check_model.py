@@ -19,7 +19,7 @@ IDS = "[5, 100, 17, 64, 32, 101, 120, 7]"
 
 def test_an_equal_model(capsys: pytest.CaptureFixture[str]):
     """Every hidden state has a line that says what kind of layer made it."""
-    assert check_model.main(["--model", str(DATA / "tiny_qwen3_5" / "target"), "--prompt_ids", IDS]) == 0
+    assert check_model.main(["--target", str(DATA / "tiny_qwen3_5" / "target"), "--prompt_ids", IDS]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + 9 + 1 + 1
     assert lines[1].startswith("embedding")
@@ -37,26 +37,26 @@ def test_the_first_layer_that_differs_is_named(monkeypatch: pytest.MonkeyPatch, 
         return decoder
 
     monkeypatch.setattr("spd_jax.evaluation.check_model.load_decoder", damaged)
-    assert check_model.main(["--model", str(DATA / "tiny_llama" / "target"), "--prompt_ids", IDS]) == 1
+    assert check_model.main(["--target", str(DATA / "tiny_llama" / "target"), "--prompt_ids", IDS]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "differs from transformers, first in: layer 2 (attention, MLP)"
     assert [line.endswith("differs") for line in lines[1:6]] == [False, False, False, True, True]
 
 
 def test_the_tolerance_is_the_users():
-    arguments = ["--model", str(DATA / "tiny_llama" / "target"), "--prompt_ids", IDS]
+    arguments = ["--target", str(DATA / "tiny_llama" / "target"), "--prompt_ids", IDS]
     assert check_model.main([*arguments, "--tolerance", "1e-12"]) == 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "nowhere"], "nowhere"),
-        (["--model", str(DATA / "tiny_llama" / "target")], "tokenizer"),
-        (["--model", str(DATA / "tiny_llama" / "target"), "--prompt_ids", "[1, 260]"], "in 0..259, found [260]"),
-        (["--model", str(DATA / "tiny_llama" / "target"), "--prompt_ids", "[]"], "prompt_ids is empty"),
-        (["--model", "x", "--tolerance", "0"], "tolerance must be above 0"),
-        ([], "model"),
+        (["--target", "nowhere"], "nowhere"),
+        (["--target", str(DATA / "tiny_llama" / "target")], "tokenizer"),
+        (["--target", str(DATA / "tiny_llama" / "target"), "--prompt_ids", "[1, 260]"], "in 0..259, found [260]"),
+        (["--target", str(DATA / "tiny_llama" / "target"), "--prompt_ids", "[]"], "prompt_ids is empty"),
+        (["--target", "x", "--tolerance", "0"], "tolerance must be above 0"),
+        ([], "missing: --target"),
     ],
 )
 def test_what_cannot_be_compared(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]):
@@ -68,7 +68,7 @@ def test_what_cannot_be_compared(arguments: list[str], said: str, capsys: pytest
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert check_model.main(["--model", str(DATA / "tiny_llama" / "target"), "--prompt_ids", IDS]) == 2
+    assert check_model.main(["--target", str(DATA / "tiny_llama" / "target"), "--prompt_ids", IDS]) == 2
     assert "pip install 'spd-jax[import]'" in capsys.readouterr().err
 
 
@@ -77,7 +77,7 @@ def test_an_unsupported_model_says_what_is_supported(tmp_path: Path, capsys: pyt
     config = folder / "config.json"
     config.chmod(0o644)
     config.write_text(config.read_text().replace('"llama"', '"mamba"'))
-    assert check_model.main(["--model", str(folder), "--prompt_ids", IDS]) == 2
+    assert check_model.main(["--target", str(folder), "--prompt_ids", IDS]) == 2
     assert "model_type 'mamba' is not supported; supported: gemma2, gemma3," in capsys.readouterr().err
 
 

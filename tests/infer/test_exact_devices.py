@@ -108,7 +108,7 @@ def test_training_and_its_decoding_run_on_exactly_their_devices(tmp_path: Path) 
     """A target with delta nets, trained on as many devices as its pipeline of four stages has ranks."""
     target = make_target(tmp_path / "target", "tiny_qwen3_5")
     data = make_data(tmp_path / "data", target, conversations(24), held_out=4.0)
-    size = ["--devices", "5", "--device_count", "5", "--rows", "5", "--row_length", "48", "--max_steps", "2"]
+    size = ["--devices", "5", "--training_devices", "5", "--rows", "5", "--row_length", "48", "--max_steps", "2"]
     looks = ["--evaluate_every", "1", "--evaluate_batches", "1", "--decode_every", "2", "--decode_new_tokens", "8"]
     names = ["--target", str(target), "--data", str(data), "--out", str(tmp_path / "run")]
     names += ["--decode_prompts", write_prompts(tmp_path), "--stages", "4", "--num_draft_layers", "1"]

@@ -21,7 +21,7 @@ from tests.fixtures import DATA
 from tests.one_line import assert_one_clear_line
 
 HYBRID = DATA / "tiny_qwen3_5" / "target"
-QWEN = ["--model", "qwen3.5-4b", "--machine", "h100", "--devices", "9"]
+QWEN = ["--target", "qwen3.5-4b", "--machine", "h100", "--devices", "9"]
 
 
 def test_the_published_hybrid_in_eight_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -61,7 +61,7 @@ def test_the_published_hybrid_in_eight_stages(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_all_pipelines_that_the_devices_allow(capsys: pytest.CaptureFixture[str]):
-    assert plan.main(["--model", "qwen3-8b", "--machine", "tpu-v5p", "--devices", "4"]) == 0
+    assert plan.main(["--target", "qwen3-8b", "--machine", "tpu-v5p", "--devices", "4"]) == 0
     lines = [line.strip("* ") for line in capsys.readouterr().out.splitlines()]
     found = [line[:16] for line in lines if line.startswith("n = ")]
     cuts = [(2, "separate"), (2, "beside"), (3, "separate"), (3, "beside"), (4, "beside")]
@@ -70,7 +70,7 @@ def test_all_pipelines_that_the_devices_allow(capsys: pytest.CaptureFixture[str]
 
 def test_what_does_not_fit_is_marked_and_not_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "plan.json"
-    arguments = ["--model", "llama-3.1-70b", "--machine", "h100", "--devices", "4", "--dtype", "float32"]
+    arguments = ["--target", "llama-3.1-70b", "--machine", "h100", "--devices", "4", "--dtype", "float32"]
     assert plan.main([*arguments, "--json", str(out)]) == 0
     said = capsys.readouterr().out
     assert "its memory does not hold the weights" in said
@@ -91,7 +91,7 @@ def test_balance_where_kinds_differ(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     model = read_config(HYBRID)
     attention = model.layers[3]
     monkeypatch.setattr(MachineCosts, "layer", lambda self, kind, rows, devices=1: 5e-3 if kind == attention else 1e-3)
-    arguments = ["--model", str(HYBRID), "--stages", "[4]", "--layout", "separate", "--num_draft_layers", "1"]
+    arguments = ["--target", str(HYBRID), "--stages", "[4]", "--layout", "separate", "--num_draft_layers", "1"]
     assert plan.main(arguments) == 0
     assert balanced_plan(
         [5.0 if kind == attention else 1.0 for kind in model.layers], 4, num_draft_layers=1, draft_layer_cost=5.0
@@ -104,10 +104,10 @@ def test_measured_replayed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixtu
     """On simulated devices of this machine; a trace of infer/generate.py."""
     trace, picture, out = tmp_path / "trace.json", tmp_path / "plan.png", tmp_path / "plan.json"
     trace.write_text(json.dumps({"results": [{"verdicts": "paaarua"}, {"verdicts": "p"}]}))
-    arguments = ["--model", str(DATA / "tiny_llama" / "target"), "--machine", "cpu", "--devices", "2"]
+    arguments = ["--target", str(DATA / "tiny_llama" / "target"), "--machine", "cpu", "--devices", "2"]
     arguments += ["--measure", "true"]
-    arguments += ["--stages", "[2]", "--layout", "beside", "--num_draft_layers", "1", "--draft_vocab", "0"]
-    arguments += ["--dtype", "float32", "--context", "32", "--traces", str(trace), "--plot", str(picture)]
+    arguments += ["--stages", "[2]", "--layout", "beside", "--num_draft_layers", "1", "--draft_vocabulary", "0"]
+    arguments += ["--dtype", "float32", "--context", "32", "--replay", str(trace), "--plot", str(picture)]
     assert plan.main([*arguments, "--json", str(out)]) == 0
     said = capsys.readouterr().out
     assert "measured here" in said
@@ -133,18 +133,18 @@ def test_memory_of_a_rank_is_what_its_layers_hold():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "nowhere"], "nowhere"),
-        (["--model", str(HYBRID), "--stages", "[9]", "--devices", "10"], "8 layers cannot fill 9 stages"),
-        (["--model", str(HYBRID), "--stages", "[9]"], "9 stages need at least 9 devices, 8 are to be used"),
-        (["--model", str(HYBRID), "--stages", "[8]", "--layout", "separate"], "no plan fits on 8 devices"),
-        (["--model", str(HYBRID), "--stages", "[1]"], "stages must be at least 2, found 1"),
-        (["--model", str(HYBRID), "--context", "0"], "context must be at least 1"),
-        (["--model", str(HYBRID), "--alphas", "[1.5]"], "alphas are shares from 0 to 1, found 1.5"),
-        (["--model", str(HYBRID), "--alphas", "[]"], "alphas is empty"),
-        (["--model", str(HYBRID), "--jitter", "1.0"], "jitter must lie in [0, 1)"),
-        (["--model", str(HYBRID), "--measure", "true"], "these are CPUs, not h100: run it there, give --machine cpu"),
-        (["--model", str(HYBRID), "--machine", "h900"], "no machine 'h900': known are h100"),
-        (["--model", str(HYBRID), "--traces", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--target", "nowhere"], "nowhere"),
+        (["--target", str(HYBRID), "--stages", "[9]", "--devices", "10"], "8 layers cannot fill 9 stages"),
+        (["--target", str(HYBRID), "--stages", "[9]"], "9 stages need at least 9 devices, 8 are to be used"),
+        (["--target", str(HYBRID), "--stages", "[8]", "--layout", "separate"], "no plan fits on 8 devices"),
+        (["--target", str(HYBRID), "--stages", "[1]"], "stages must be at least 2, found 1"),
+        (["--target", str(HYBRID), "--context", "0"], "context must be at least 1"),
+        (["--target", str(HYBRID), "--alphas", "[1.5]"], "alphas are shares from 0 to 1, found 1.5"),
+        (["--target", str(HYBRID), "--alphas", "[]"], "alphas is empty"),
+        (["--target", str(HYBRID), "--jitter", "1.0"], "jitter must lie in [0, 1)"),
+        (["--target", str(HYBRID), "--measure", "true"], "these are CPUs, not h100: run it there, give --machine cpu"),
+        (["--target", str(HYBRID), "--machine", "h900"], "no machine 'h900': known are h100"),
+        (["--target", str(HYBRID), "--replay", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )
 def test_what_cannot_be_planned(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]):
@@ -157,10 +157,10 @@ def test_what_cannot_be_planned(arguments: list[str], said: str, capsys: pytest.
 def test_a_config_that_is_no_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "config.json"
     file.write_text("{")
-    assert plan.main(["--model", str(file)]) == 2
+    assert plan.main(["--target", str(file)]) == 2
     assert "not JSON" in capsys.readouterr().err
     file.write_text(json.dumps({"model_type": "mamba"}))
-    assert plan.main(["--model", str(file)]) == 2
+    assert plan.main(["--target", str(file)]) == 2
     assert "model_type 'mamba' is not supported" in capsys.readouterr().err
 
 

@@ -152,7 +152,7 @@ def test_standard_input_that_is_no_text_is_located(monkeypatch: pytest.MonkeyPat
 def test_a_reader_that_leaves_a_process(tmp_path: Path):
     """Nothing of it reaches the user, and what the run writes is there."""
     out = tmp_path / "plan.json"
-    arguments = ["--model", "smollm2-135m", "--devices", "4", "--json", str(out)]
+    arguments = ["--target", "smollm2-135m", "--devices", "4", "--json", str(out)]
     command = [sys.executable, str(ROOT / "infer" / "plan.py"), *arguments]
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"}
     read, write = os.pipe()

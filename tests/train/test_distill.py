@@ -40,7 +40,7 @@ fit_batches: 4
 learning_rate: 0.002
 products: float32
 chunk: 64
-device_count: 1
+training_devices: 1
 """
 EVALUATION = r"step {}: held out: top-1 0\.\d{{4}}, sum min\(p, q\) 0\.\d{{4}}, coverage 1\.0000, loss \d\.\d{{4}}, "
 EVALUATION += r"projected S0 \d\.\d{{3}}"
@@ -159,7 +159,7 @@ def test_a_rate_that_no_parameter_survives(distill: Run, tmp_path: Path):
         (["--head", "nowhere"], "nowhere is no speculation head"),
         (["--decode_prompts", "null"], "decode_every needs decode_prompts"),
         (["--decode_prompts", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--device_count", "13"], "asked for 13 devices, found 12"),
+        (["--training_devices", "13"], "asked for 13 devices, found 12"),
     ],
 )
 def test_one_clear_line(distill: Run, arguments: list[str], said: str):

@@ -191,8 +191,8 @@ def test_layers_are_copied_from_where_one_says(target: Path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"rows": 3, "device_count": 2}, "rows 3 of a micro-batch cannot be cut over 2 devices"),
-        ({"device_count": 99}, "asked for 99 devices, found 12"),
+        ({"rows": 3, "training_devices": 2}, "rows 3 of a micro-batch cannot be cut over 2 devices"),
+        ({"training_devices": 99}, "asked for 99 devices, found 12"),
         ({"learning_rate": 0.0}, "learning_rate must be above 0"),
         ({"first_layer": 8}, "1 layers can be copied from layer 0 to 7 on, found 8"),
         ({"num_draft_layers": 9}, "9 draft layers cannot be copied from 8 target layers"),

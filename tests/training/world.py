@@ -50,5 +50,5 @@ def distill_config(target: Path, data: Path, out: Path, **changes: Any) -> Disti
     """A short run on one device. All runs here have one row of 48 tokens, so they compile the same pass."""
     fields: dict[str, Any] = {"stages": 4, "num_draft_layers": 1, "row_length": 48, "rows": 1, "max_steps": 4}
     fields |= {"evaluate_every": 2, "evaluate_batches": 2, "save_every": 2, "learning_rate": 2e-3, "fit_batches": 4}
-    fields |= {"device_count": 1, "products": "float32", "chunk": 64} | changes
+    fields |= {"training_devices": 1, "products": "float32", "chunk": 64} | changes
     return DistillConfig(str(target), str(out), data=(str(data),), **fields)
