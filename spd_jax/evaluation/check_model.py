@@ -17,6 +17,7 @@ from flax import nnx
 
 from spd_jax.config.check_model import CheckModelConfig
 from spd_jax.config.model import ModelConfig
+from spd_jax.parallel.platform import find_devices
 from spd_jax.published.torch_file import import_torch
 from spd_jax.weights.load import load_decoder, open_target
 from spd_jax.weights.location import resolve
@@ -69,6 +70,7 @@ def check_model(config: CheckModelConfig) -> ModelCheck:
         ModuleNotFoundError: PyTorch is not installed.
         FileNotFoundError: there is no such model, or a text was given and there is no tokenizer.
         ValueError: a model that is not supported or damaged, or ids outside of its vocabulary.
+        RuntimeError: as `find_devices`.
     """
     torch = import_torch("models of transformers need")
     weights = open_target(config.target)
@@ -76,6 +78,7 @@ def check_model(config: CheckModelConfig) -> ModelCheck:
     outside = [token for token in ids if not 0 <= token < weights.config.vocab_size]
     if outside:
         raise ValueError(f"prompt_ids must lie in 0..{weights.config.vocab_size - 1}, found {outside}")
+    find_devices()
     hiddens, logits = _ours(load_decoder(weights, jnp.float32), np.asarray([ids], np.int32))
     with torch.no_grad():
         model = _transformers_model(resolve(config.target))

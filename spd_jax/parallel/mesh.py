@@ -24,8 +24,11 @@ AXIS = "stage"
 T = TypeVar("T")
 
 
-def stage_mesh(num_ranks: int, devices: Sequence[Any] | None = None) -> Mesh:
+def stage_mesh(num_ranks: int, devices: Sequence[Any] | None = None, *, fewer: tuple[int, str] | None = None) -> Mesh:
     """A mesh of `num_ranks` devices along axis `stage`.
+
+    Args:
+        fewer: a smaller number of ranks that would do, and what to ask for to get by with them; named where they fit.
 
     Raises:
         ValueError: too few devices (says how many were found and how to get more), or a process that would have none.
@@ -33,9 +36,12 @@ def stage_mesh(num_ranks: int, devices: Sequence[Any] | None = None) -> Mesh:
     found = jax.devices() if devices is None else devices
     if len(found) < num_ranks:
         platform = found[0].platform if found else "no"
+        fits = fewer is not None and fewer[0] <= len(found)
+        instead = f"{fewer[1]}, which needs {fewer[0]}, " if fewer is not None and fits else ""
         raise ValueError(
-            f"the plan needs {num_ranks} devices, found {len(found)} ({platform}). Use fewer stages, a machine with "
-            f"more devices, or simulate them on CPU: --devices {num_ranks} (jax_num_cpu_devices={num_ranks})"
+            f"the plan needs {num_ranks} devices, found {len(found)} ({platform}). Use {instead}fewer stages, a "
+            f"machine with more devices, or simulate them on CPU: --devices {num_ranks} "
+            f"(jax_num_cpu_devices={num_ranks})"
         )
     sizes = collections.Counter(device.process_index for device in jax.devices())
     if len(set(sizes.values())) > 1:

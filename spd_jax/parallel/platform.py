@@ -7,6 +7,7 @@ values only, nothing of stages.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import jax
 
@@ -28,7 +29,7 @@ def set_up_platform(
     num_processes: int = 1,
     process_id: int = 0,
 ) -> None:
-    """Prepare JAX for a run.
+    """Prepare JAX for a run, and let it make its devices.
 
     Args:
         devices: simulate so many devices on the CPU; None takes what JAX finds.
@@ -37,7 +38,7 @@ def set_up_platform(
 
     Raises:
         ValueError, TimeoutError: as `join_processes`.
-        RuntimeError: as `simulate_devices`.
+        RuntimeError: as `simulate_devices` and `find_devices`.
     """
     given = os.environ.get("XLA_FLAGS", "")
     ours = [f"--{name}={seconds}" for name, seconds in XLA_FLAGS.items() if name not in given]
@@ -48,6 +49,24 @@ def set_up_platform(
         join_processes(coordinator, num_processes, process_id)
     if devices is not None:
         simulate_devices(devices)
+    find_devices()
+
+
+def find_devices() -> list[Any]:
+    """JAX's devices; the first call makes them, and finds out whether what JAX was told to use is there.
+
+    Raises:
+        RuntimeError: it is not; names the platform and how to get the CPU.
+    """
+    asked = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        return jax.devices()
+    except (AssertionError, RuntimeError) as error:  # jax 0.10 asserts where a GPU is asked for and none is there
+        why = str(error).partition("(set JAX_PLATFORMS")[0].strip() or "JAX finds no such device"
+        raise RuntimeError(
+            f"JAX was told to run on {asked or 'what there is'} (JAX_PLATFORMS) and cannot: {' '.join(why.split())}. "
+            "Give JAX_PLATFORMS=cpu for the CPU, or --devices N for N simulated devices on it"
+        ) from error
 
 
 def simulate_devices(count: int) -> None:

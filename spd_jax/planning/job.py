@@ -7,14 +7,13 @@ import functools
 import math
 from typing import Any, get_args
 
-import jax
 import jax.numpy as jnp
 
 from spd_jax.config.model import ModelConfig
 from spd_jax.config.plan import PlanConfig
 from spd_jax.generation.report import prepare_output
 from spd_jax.models.shapes import parameter_shapes
-from spd_jax.parallel.platform import set_up_platform
+from spd_jax.parallel.platform import find_devices, set_up_platform
 from spd_jax.parallel.watch import Watch
 from spd_jax.plan import Layout
 from spd_jax.planning.costs import Costs, MachineCosts, Setting
@@ -148,7 +147,7 @@ def make_planned(config: PlanConfig) -> Planned:
     if config.measure:
         if machine.shared:
             set_up_platform(devices=config.devices)
-        elif jax.devices()[0].platform == "cpu":
+        elif find_devices()[0].platform == "cpu":
             raise ValueError(
                 f"--measure times the devices that are here, and these are CPUs, not {machine.name}: run it there, "
                 "give --machine cpu, or say shared: true in your machine's file"

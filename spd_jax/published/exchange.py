@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from spd_jax.config.import_head import FinalAnchor, ImportHeadConfig
+from spd_jax.parallel.platform import find_devices
 from spd_jax.published.convert import from_published, to_published
 from spd_jax.published.torch_file import read_torch_file, write_torch_file
 from spd_jax.speculation.checkpoint import load_head, save_head
@@ -30,7 +31,9 @@ def exchange_head(config: ImportHeadConfig) -> str:
         ModuleNotFoundError: PyTorch is not installed.
         OSError: a file is not there, or one that would be written is.
         ValueError: a file that is damaged or refused, or a head that does not fit the target or the format.
+        RuntimeError: as `find_devices`.
     """
+    find_devices()
     if config.checkpoint is not None and config.out is not None:
         return import_head(config.checkpoint, config.target, config.out, final_anchor=config.final_anchor)
     assert config.head is not None

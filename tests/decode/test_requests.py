@@ -49,6 +49,11 @@ def test_too_few_devices():
         stage_mesh(13)
     with pytest.raises(ValueError, match="needs 3 devices, found 2"):
         stage_mesh(3, jax.devices()[:2])
+    beside = (12, "--layout beside")
+    with pytest.raises(ValueError, match=r"found 12 .*Use --layout beside, which needs 12, fewer stages"):
+        stage_mesh(13, fewer=beside)
+    with pytest.raises(ValueError, match=r"found 2 .*Use fewer stages"):
+        stage_mesh(13, jax.devices()[:2], fewer=beside)
 
 
 def test_a_plan_for_another_model_or_head():

@@ -77,10 +77,42 @@ def test_too_few_devices_says_how_many_there_are_and_how_to_get_more(tmp_path: P
     path = tmp_path / "ids.jsonl"
     path.write_text(json.dumps({"prompt_ids": [1]}))
     command = [sys.executable, "infer/generate.py", "--target", str(TARGET), "--stages", "4", "--prompts", str(path)]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 2
     assert result.stderr == (
-        "error: the plan needs 5 devices, found 1 (cpu). Use fewer stages, a machine with more devices, or simulate "
-        "them on CPU: --devices 5 (jax_num_cpu_devices=5)\n"
+        "error: the plan needs 5 devices, found 4 (cpu). Use --layout beside, which needs 4, fewer stages, a machine "
+        "with more devices, or simulate them on CPU: --devices 5 (jax_num_cpu_devices=5)\n"
     )
+
+
+SCRIPTS = {
+    "infer/generate.py": ["--target", str(TARGET), "--stages", "4", "--prompts", "-"],
+    "infer/evaluate.py": ["--target", str(TARGET), "--stages", "4", "--heads", "target", "--prompts", "ids.jsonl"],
+    "infer/check_model.py": ["--target", str(TARGET), "--prompt_ids", "5"],
+    "infer/import_head.py": ["--target", str(TARGET), "--checkpoint", str(TARGET.parent / "head_v11.pt")],
+    "infer/plan.py": ["--target", str(TARGET), "--devices", "2", "--measure", "true"],
+    "train/regenerate.py": ["--target", str(TARGET), "--source", "ids.jsonl"],
+    "train/distill.py": ["--target", str(TARGET), "--data", "data"],
+}
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS if name != "infer/generate.py"]
+
+
+@pytest.mark.parametrize("script", ["infer/generate.py", *SLOW])
+def test_a_platform_that_is_not_there_is_named(script: str, tmp_path: Path):
+    """JAX itself ends with a bare AssertionError here."""
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"prompt_ids": [1]}))
+    writes = script not in ("infer/generate.py", "infer/plan.py", "infer/check_model.py")
+    out = ["--out", str(tmp_path / "out")] if writes else []
+    command = [sys.executable, str(ROOT / script), *SCRIPTS[script], *out]
+    environment = {**os.environ, "JAX_PLATFORMS": "cuda", "XLA_FLAGS": ""}
+    given = {"cwd": tmp_path, "env": environment, "input": '{"prompt_ids": [1]}', "timeout": 300}
+    result = subprocess.run(command, capture_output=True, text=True, **given)
+    assert result.returncode == 2
+    assert result.stderr == (
+        "error: JAX was told to run on cuda (JAX_PLATFORMS) and cannot: JAX finds no such device. Give "
+        "JAX_PLATFORMS=cpu for the CPU, or --devices N for N simulated devices on it\n"
+    )
+    assert not (tmp_path / "out").exists()
