@@ -1,10 +1,54 @@
-"""Files that are whole or not there. Knows nothing of what is in them."""
+"""Files that are whole or not there, and what is wrong with one that cannot be read. Knows no format but JSON."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file in UTF-8.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not UTF-8; names the file, the place and, where the contents tell it, the cause.
+    """
+    data = Path(path).read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        found = f"byte 0x{data[error.start]:02x} at offset {error.start}"
+        raise ValueError(f"{path}: not UTF-8 text ({found}){likely_cause(data)}") from error
+
+
+def read_json(path: str | Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON; names the file, the place and, where the contents tell it, the cause.
+    """
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON: {error}{likely_cause(text.encode())}") from error
+
+
+def likely_cause(data: bytes) -> str:
+    """What a file is instead of what it should be, to be added to an error; empty where nobody can tell."""
+    if not data:
+        return "; the file is empty"
+    if data.startswith(b"version https://git-lfs"):
+        return "; it is a Git LFS pointer, not the file itself: fetch that with `git lfs pull`"
+    if data[:200].lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        return "; it is a web page, perhaps that of a download that was refused"
+    if not any(data[:4096]):
+        return "; it holds zeros only, as a download that was broken off leaves it"
+    return ""
 
 
 def write_whole(path: str | Path, data: bytes) -> None:

@@ -178,7 +178,7 @@ def write_gguf(
 ) -> None:
     """A transformers model as llama.cpp's converter writes it: matrices in `kind`, vectors in F32.
 
-    `fields` are further metadata (strings, whole numbers, floats), `extra` further F32 tensors.
+    `fields` are further metadata (strings, whole numbers, floats, lists), `extra` further F32 tensors.
     """
     config = model.config
     architecture = config.model_type
@@ -196,8 +196,8 @@ def write_gguf(
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     for name, value in (fields or {}).items():
-        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
-        add(name, value)
+        kinds = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+        kinds[type(value)](name, value)
     number = gguf.GGMLQuantizationType[kind]
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:

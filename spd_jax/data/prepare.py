@@ -74,7 +74,12 @@ def prepare(config: PrepareConfig, report: Report | None = None, *, block_rows: 
     writer = PreparedWriter(config.out, spec, overwrite=config.overwrite)
     was_there = writer.complete
     if not was_there:
-        counts = _fill(writer, config, Labeller(tokenizer), report or (lambda counts: None), block_rows)
+        try:
+            counts = _fill(writer, config, Labeller(tokenizer), report or (lambda counts: None), block_rows)
+        except Exception:
+            if not writer.done:  # nothing to go on with
+                writer.abandon()
+            raise
         if not counts.kept:
             writer.abandon()
             reasons = "; ".join(f"{reason}: {number}" for reason, number in counts.skipped.items())

@@ -24,10 +24,14 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
+from spd_jax.files import read_json
+
 FORMAT = "spd_jax prepared conversations"
 FORMAT_VERSION = 1  # raise it when the same sources and options would give other rows
 MANIFEST, UNFINISHED = "manifest.json", "unfinished.json"
 KEY_BITS = 63
+COLUMNS = {"ids": "list<item: int32>", "supervised": "list<item: bool>", "origin": "string", "key": "int64"}
+COLUMNS |= {"num_supervised": "int32"}
 Split = Literal["train", "held_out"]
 
 
@@ -155,7 +159,34 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{path / MANIFEST}: format {manifest.get('format')!r} version {manifest.get('format_version')!r}, "
             f"expected {FORMAT!r} version {FORMAT_VERSION}"
         )
+    _check_manifest(path / MANIFEST, manifest)
     return manifest
+
+
+def _check_manifest(file: Path, manifest: Mapping[str, Any]) -> None:
+    """Refuse a manifest without what is read from it, or with something of another kind."""
+
+    def check(where: str, tree: Any, kinds: Mapping[str, Any]) -> None:
+        if not isinstance(tree, dict):
+            raise PreparedError(f"{file}: {where} must be an object, found {tree!r:.80}")
+        for name, kind in kinds.items():
+            value = tree.get(name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise PreparedError(f"{file}: {name} in {where} cannot be {value!r:.80}")
+
+    check("it", manifest, {"digest": str, "shards": list})
+    check("spec", manifest.get("spec"), {"tokenizer": str, "held_out": int | float, "shuffle_seed": int | None})
+    check("about", manifest.get("about"), {})
+    counted = ("rows", "kept", "cut", "tokens", "supervised", "turns_left_out")
+    check("counts", manifest.get("counts"), dict.fromkeys(counted, int) | {"skipped": dict, "first": dict})
+    for number, shard in enumerate(manifest["shards"]):
+        check(f"shards[{number}]", shard, {"file": str, "rows": int, "bytes": int})
+    for split in ("train", "held_out"):
+        found = manifest["splits"].get(split) if isinstance(manifest.get("splits"), dict) else None
+        check(f"splits.{split}", found, dict.fromkeys(("rows", "tokens", "supervised"), int))
+    held_out, seed = manifest["spec"]["held_out"], manifest["spec"]["shuffle_seed"]
+    if not manifest["shards"] or not 0 <= held_out < 2**KEY_BITS or (seed is not None and seed < 0):
+        raise PreparedError(f"{file}: no shards, or a held_out {held_out} or shuffle_seed {seed} that cannot be")
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -165,9 +196,9 @@ def read_object(file: Path) -> dict[str, Any]:
         PreparedError: something else is in it.
     """
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
+        tree = read_json(file)
     except ValueError as error:
-        raise PreparedError(f"{file}: not valid JSON: {error}") from error
+        raise PreparedError(str(error)) from error
     if not isinstance(tree, dict):
         raise PreparedError(f"{file}: expected an object, found a {type(tree).__name__}")
     return tree
@@ -187,7 +218,21 @@ def shard_columns(path: Path, shards: Sequence[Mapping[str, Any]]) -> dict[str, 
     """Arrow columns of all shards by name, mapped from the files."""
     import datasets  # slow to import
 
-    table = datasets.concatenate_datasets([datasets.Dataset.from_file(str(path / one["file"])) for one in shards]).data
+    parts = []
+    for one in shards:
+        file = path / one["file"]
+        try:
+            part = datasets.Dataset.from_file(str(file))
+        except (OSError, ValueError, RuntimeError) as error:
+            text = " ".join(str(error).split())
+            raise PreparedError(f"{file}: damaged, it cannot be read as an Arrow file ({text:.200})") from error
+        found = {name: str(kind) for name, kind in zip(part.data.column_names, part.data.schema.types, strict=True)}
+        if found != COLUMNS or len(part) != one["rows"]:
+            raise PreparedError(
+                f"{file}: damaged, it has {len(part)} rows of {found}, expected {one['rows']} of {COLUMNS}"
+            )
+        parts.append(part)
+    table = datasets.concatenate_datasets(parts).data
     return {name: table.column(name) for name in table.column_names}
 
 

@@ -62,6 +62,7 @@ class PreparedWriter:
         elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise PreparedError(f"{self.path}: exists and holds no prepared conversations; choose another folder")
         self._parts = self._finished_parts() if not self.complete else []
+        self._made = not self.path.exists()
         if not self.complete:
             self.path.mkdir(parents=True, exist_ok=True)
             _write_json(self.path / UNFINISHED, {"format": FORMAT, "format_version": FORMAT_VERSION, "spec": self.spec})
@@ -120,6 +121,8 @@ class PreparedWriter:
     def abandon(self) -> None:
         """Remove what was written, because nothing came of it."""
         self._remove_all()
+        if self._made:
+            self.path.rmdir()
 
     def _remove_all(self) -> None:
         if not ((self.path / MANIFEST).is_file() or (self.path / UNFINISHED).is_file()):

@@ -23,7 +23,7 @@ import numpy as np
 
 from spd_jax.data.conversations import Conversation, Skipped
 from spd_jax.data.dialogue import Answer, Dialogue
-from spd_jax.files import write_whole
+from spd_jax.files import read_json, write_whole
 
 FORMAT = "spd_jax regenerated conversations"
 FORMAT_VERSION = 1  # raise it when the same specification would give other lines or another order
@@ -114,6 +114,27 @@ def regenerate(
     there = _continue(path, plan)
     batches = _batches(plan, _opened(records, begin, progress.skipped))
     path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _write(path, plan, there, batches, answer, limit, progress, on_batch)
+    except Exception:
+        if not path.stat().st_size:  # nothing to go on with
+            path.unlink()
+            manifest_path(path).unlink()
+        raise
+    return progress
+
+
+def _write(
+    path: Path,
+    plan: Plan,
+    there: Sequence[_Line],
+    batches: Iterator[list[Dialogue]],
+    answer: Answerer,
+    limit: int | None,
+    progress: Progress,
+    on_batch: Callable[[Progress], None],
+) -> None:
+    """All batches that are missing, each written at once."""
     with path.open("ab") as file:
         size = 0
         for batch in batches:
@@ -137,7 +158,6 @@ def regenerate(
             size += len(written)
             progress.lines += len(batch)
             on_batch(progress)
-    return progress
 
 
 def _opened(
@@ -219,9 +239,11 @@ def _continue(path: Path, plan: Plan) -> list[_Line]:
         write_whole(manifest, (json.dumps(facts, indent=1) + "\n").encode())
         return []
     try:
-        found = json.loads(manifest.read_text(encoding="utf-8"))
+        found = read_json(manifest)
     except ValueError as error:
-        raise RegenerateError(f"{manifest}: not JSON: {error}") from error
+        raise RegenerateError(str(error)) from error
+    if not isinstance(found, dict):
+        raise RegenerateError(f"{manifest}: expected an object, found a {type(found).__name__}")
     missing = "nothing"
     differ = [
         f"{name} was {found.get(name, missing)!r}, now {facts.get(name, missing)!r}"

@@ -109,8 +109,11 @@ def _transformers_model(path: Path) -> Any:
     logging.disable_progress_bar()
     options: dict[str, Any] = {"dtype": "float32", "attn_implementation": "eager"}
     if path.is_file():
-        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options).eval()
-    return AutoModelForCausalLM.from_pretrained(path, **options).eval()
+        options["gguf_file"] = path.name
+    try:
+        return AutoModelForCausalLM.from_pretrained(path.parent if path.is_file() else path, **options).eval()
+    except Exception as error:  # of any kind, where a config holds what transformers does not expect
+        raise ValueError(f"{path}: transformers cannot open it ({type(error).__name__}: {error})") from error
 
 
 def _difference(what: str, ours: np.ndarray, theirs: np.ndarray) -> Difference:

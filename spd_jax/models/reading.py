@@ -85,8 +85,8 @@ class FieldReader:
     def choice(self, name: str, default: str, supported: Collection[str]) -> str:
         """One of the supported strings."""
         value = self.fields.get(name, default)
-        if value not in supported:
-            self.problems.append(f"{name} is {value!r}, supported: {', '.join(sorted(supported))}")
+        if not isinstance(value, str) or value not in supported:
+            self.problems.append(f"{name} is {value!r:.80}, supported: {', '.join(sorted(supported))}")
             return default
         return value
 

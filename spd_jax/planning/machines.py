@@ -14,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from spd_jax.files import read_text
+
 # What no vendor gives. Small all-reduces of NCCL over NVLink: 6.6 us and 0.6 us a step of the ring (NVIDIA/nccl on
 # GitHub, src/graph/tuning.cc, protocol LL). For TPUs, whose collectives are part of the program, nothing is published:
 # assumed.
@@ -64,7 +66,7 @@ class Machine:
             value = getattr(self, field.name)
             least = 0.0 if field.name in MAY_BE_ZERO else math.ulp(0.0)
             if isinstance(value, float) and not least <= value < math.inf:
-                raise MachineError(f"machine {self.name}: {field.name} must be a positive number, found {value}")
+                raise MachineError(f"{field.name} must be a positive number, found {value}")
 
 
 def known_machines() -> tuple[str, ...]:
@@ -84,8 +86,12 @@ def load_machine(name: str) -> Machine:
         return _machine(name, known[name], name)
     if not Path(name).suffix:
         raise MachineError(f"no machine {name!r}: known are {', '.join(known)}, or give a YAML file")
-    tree = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
-    if not isinstance(tree, dict):
+    text = read_text(name)
+    try:
+        tree = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:  # a date that is none is a ValueError
+        raise MachineError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise MachineError(f"{name}: expected the fields of a machine (memory_bandwidth: 3.35e12 and so on)")
     return _machine(Path(name).stem, tree, name)
 
@@ -106,13 +112,19 @@ def _machine(name: str, tree: dict[str, Any], where: str) -> Machine:
     for key, value in ({"name": name} | defaults | tree).items():
         if key not in fields:
             raise MachineError(f"{where}: unknown field {key!r}; a machine has {', '.join(fields)}")
-        numeric = key not in ("name", "description", "sources", "shared")
+        kinds = {"name": str, "description": str, "sources": dict, "shared": bool}
+        if key in kinds and not isinstance(value, kinds[key]):
+            raise MachineError(f"{where}: {key} must be a {kinds[key].__name__}, found {value!r}")
         try:
-            values[key] = float(value) if numeric else value
-        except (TypeError, ValueError) as error:
+            # YAML takes 1e12 for a text
+            values[key] = value if key in kinds else float("" if isinstance(value, bool) else value)
+        except (OverflowError, TypeError, ValueError) as error:
             raise MachineError(f"{where}: {key} must be a number, found {value!r}") from error
     needed = ("memory_bandwidth", "flops", "memory", "link_bandwidth")
     missing = [key for key in needed if key not in values]
     if missing:
         raise MachineError(f"{where}: {', '.join(missing)} missing; a machine needs {', '.join(needed)}")
-    return Machine(**values)
+    try:
+        return Machine(**values)
+    except MachineError as error:
+        raise MachineError(f"{where}: {error}") from error

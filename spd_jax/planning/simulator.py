@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from spd_jax.evaluation.samples import FORMAT
+from spd_jax.files import read_text
 from spd_jax.generation.verdicts import RIGHT
 from spd_jax.plan import StagePlan
 from spd_jax.planning.cost_model import Cycle
@@ -59,7 +60,7 @@ def read_traces(path: str | Path) -> list[str]:
     Raises:
         TraceError: the file holds neither; OSError: it cannot be read.
     """
-    text = Path(path).read_text(encoding="utf-8")
+    text = read_text(path)
     found = [verdicts[1:] for verdicts in _verdicts(text, str(path)) if len(verdicts) > 1]
     if not found:
         raise TraceError(f"{path}: no answer has more than the token of prefill, nothing to replay")
@@ -69,7 +70,7 @@ def read_traces(path: str | Path) -> list[str]:
 def _verdicts(text: str, where: str) -> Iterator[str]:
     try:
         records: Any = json.loads(text)
-    except json.JSONDecodeError:
+    except (RecursionError, ValueError):
         records = [_line(line, f"{where}:{number}") for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if isinstance(records, dict):
         records = records.get("results", [records])
@@ -89,8 +90,8 @@ def _verdicts(text: str, where: str) -> Iterator[str]:
 def _line(line: str, where: str) -> Any:
     try:
         return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TraceError(f"{where}: not JSON ({error.msg})") from error
+    except (RecursionError, ValueError) as error:
+        raise TraceError(f"{where}: not JSON ({error})") from error
 
 
 def schedule(verdicts: str, num_stages: int) -> np.ndarray:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from spd_jax.config.model import LayerConfig
+from spd_jax.files import read_json
 from spd_jax.plan import Layout, StagePlan
 from spd_jax.speculation.module import HeadConfig, LmHead
 
@@ -108,10 +109,7 @@ def read_manifest(path: str | os.PathLike[str]) -> HeadManifest:
     file = Path(path) / CONFIG_FILE
     if not file.is_file():
         raise ValueError(f"{file} is missing: {path} is no speculation head")
-    try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # both JSONDecodeError and UnicodeDecodeError
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    tree = read_json(file)
     try:
         return _from_json(tree)
     except ValueError as error:

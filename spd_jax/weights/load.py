@@ -7,7 +7,6 @@ from the same `TargetWeights`.
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spd_jax.config.model import ModelConfig
+from spd_jax.files import read_json
 from spd_jax.models.decoder import Decoder
 from spd_jax.models.family import Family
 from spd_jax.models.presets import preset_file
@@ -102,10 +102,7 @@ def _open_folder(folder: Path) -> TargetWeights:
 def _read_json(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
+    fields = read_json(path)
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: expected an object, found a {type(fields).__name__}")
     return fields

@@ -5,7 +5,6 @@ Knows file names, prefixes and dtypes, but no model: what the tensors mean is in
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from spd_jax.files import likely_cause, read_json
 from spd_jax.models.shapes import Shape
 from spd_jax.weights.errors import WeightsError, listed
 
@@ -117,8 +117,10 @@ def _files(folder: Path) -> dict[Path, list[str]]:
 
 def _indexed(index: Path) -> dict[Path, list[str]]:
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+        weight_map: dict[str, str] = read_json(index)["weight_map"]
+    except ValueError as error:
+        raise WeightsError(str(error)) from error
+    except (KeyError, TypeError) as error:
         raise WeightsError(f"{index}: not a safetensors index ({type(error).__name__}: {error})") from error
     wanted: dict[str, list[str]] = {}
     for key, shard in weight_map.items():
@@ -140,4 +142,6 @@ def _open(path: Path) -> Any:
         return safe_open(str(path), framework="numpy")
     except (SafetensorError, OSError) as error:
         size = path.stat().st_size
-        raise WeightsError(f"{path}: damaged or truncated ({size} bytes): {error}") from error
+        with path.open("rb") as file:
+            cause = likely_cause(file.read(4096))
+        raise WeightsError(f"{path}: damaged or truncated ({size} bytes): {error}{cause}") from error

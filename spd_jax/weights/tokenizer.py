@@ -15,10 +15,12 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from spd_jax.files import read_json
 from spd_jax.weights.gguf import GgufFile
 from spd_jax.weights.gguf_tokenizer import build_tokenizer
 from spd_jax.weights.location import resolve
 
+MOST_IDS = 2**24  # the largest vocabularies have 2**18; tokenizers keeps a place for every id
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -104,18 +106,39 @@ def load_tokenizer(location: str | Path) -> Tokenizer:
         ValueError: a GGUF tokenizer without rules here.
     """
     path = resolve(location)
-    inner = _of_folder(path) if path.is_dir() else _of_gguf(path)
+    try:
+        inner = _of_folder(path) if path.is_dir() else _of_gguf(path)
+    except (OSError, ValueError) as error:
+        if str(path) in str(error):
+            raise
+        raise _unreadable(path, error) from error
+    except Exception as error:  # tokenizers raises nothing else
+        raise _unreadable(path, error) from error
     return wrap_tokenizer(inner, str(path))
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    """What is wrong with a tokenizer: the file that is no JSON where there is one, else what the library says."""
+    for file in sorted(path.glob("*.json")) if path.is_dir() else ():
+        if file.name in _FILES or "token" in file.name:
+            try:
+                read_json(file)
+            except ValueError as wrong:
+                return wrong
+    return ValueError(f"{path}: its tokenizer cannot be read: {' '.join(str(error).split()):.300}")
 
 
 def wrap_tokenizer(inner: Any, origin: str) -> Tokenizer:
     """A transformers fast tokenizer as a `Tokenizer`."""
-    model = json.loads(inner.backend_tokenizer.to_str())["model"]
     vocabulary = inner.get_vocab()
+    last = max(vocabulary, key=vocabulary.__getitem__)
+    if vocabulary[last] >= MOST_IDS:
+        raise ValueError(f"{origin}: the tokenizer gives {last!r} the id {vocabulary[last]}: its files are damaged")
+    model = json.loads(inner.backend_tokenizer.to_str())["model"]
     merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in model.get("merges", [])]
     text = json.dumps([sorted(vocabulary.items()), merges], ensure_ascii=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return Tokenizer(inner, digest, max(vocabulary.values()) + 1, origin)
+    return Tokenizer(inner, digest, vocabulary[last] + 1, origin)
 
 
 def _of_folder(folder: Path) -> Any:

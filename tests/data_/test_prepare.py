@@ -192,7 +192,7 @@ def test_no_usable_conversation_is_an_error(target: Path, tmp_path: Path):
     source = write_lines(tmp_path / "rows.jsonl", [record("a"), record("b"), {}])
     with pytest.raises(ValueError, match=r"none of 3 rows can be used .*\(no assistant turn: 2; no turns: 1\)"):
         run(target, tmp_path / "out", source)
-    assert not list((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="the sources are empty"):
         run(target, tmp_path / "out", write_lines(tmp_path / "none.jsonl", []))
 

@@ -66,7 +66,7 @@ def test_a_head_with_other_draft_layers_is_refused(head: Path):
 
 def test_a_broken_head_says_which_file(head: Path, tmp_path: Path):
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+    with pytest.raises(ValueError, match=r"config\.json: not valid JSON"):
         engine(head=str(tmp_path))
     with pytest.raises(FileNotFoundError, match="give a folder, target, oracle, anti or script"):
         engine(head=str(tmp_path / "nowhere"))

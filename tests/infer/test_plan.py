@@ -158,7 +158,7 @@ def test_a_config_that_is_no_json(tmp_path: Path, capsys: pytest.CaptureFixture[
     file = tmp_path / "config.json"
     file.write_text("{")
     assert plan.main(["--target", str(file)]) == 2
-    assert "not JSON" in capsys.readouterr().err
+    assert "not valid JSON" in capsys.readouterr().err
     file.write_text(json.dumps({"model_type": "mamba"}))
     assert plan.main(["--target", str(file)]) == 2
     assert "model_type 'mamba' is not supported" in capsys.readouterr().err

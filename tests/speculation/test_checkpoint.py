@@ -327,7 +327,7 @@ BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     (put("format", "other"), "format is 'other', expected 'spd_jax speculation head'"),
     (put("format_version", 1), "format_version is 1, this program reads 2"),
     (drop("format_version"), "format_version is None, this program reads 2"),
-    (cut("config.json", 100), "is not valid JSON"),
+    (cut("config.json", 100), "config.json: not valid JSON"),
     (lambda head: (head / "config.json").write_text("[]"), r"format is \[\], expected"),
     (lambda head: (head / "config.json").unlink(), "config.json is missing"),
     (lambda head: (head / "head.safetensors").unlink(), "head.safetensors is missing"),

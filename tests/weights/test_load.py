@@ -40,7 +40,7 @@ def test_end_tokens_of_both_config_files_count(folder: Path):
 
 def test_a_config_that_is_not_json_names_its_file(folder: Path):
     (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json: not JSON"):
+    with pytest.raises(ValueError, match=r"config\.json: not valid JSON"):
         open_target(folder)
 
 
