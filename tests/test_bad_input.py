@@ -63,7 +63,7 @@ def run(name: str, arguments: list[str] | None = None) -> tuple[int, str, str]:
     main = importlib.import_module(name.split()[0].removesuffix(".py").replace("/", ".")).main
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings(), limit():
-        warnings.simplefilter("ignore")  # what a library finds odd in a file that is broken
+        warnings.simplefilter("default")
         code = main(["--config", options_file(name), *(arguments or [])])
     return code, out.getvalue(), err.getvalue()
 
@@ -92,17 +92,20 @@ def check(name: str, world: Path, place: Path, broken: Broken) -> None:
     before = set(place.rglob("*"))
     code, out, err = run(name)
     left = sorted(str(path.relative_to(place)) for path in set(place.rglob("*")) - before)
-    said = [line for line in err.splitlines() if " new tokens in " not in line]  # progress where there is no terminal
+    # lines beside the error: warnings, and progress where there is no terminal
+    said = [line for line in err.splitlines() if not line.startswith("warning: ") and " new tokens in " not in line]
     assert "mistake in this program" not in err, err
     assert "Traceback" not in out + err
     assert not [path for path in left if "partial" in path]
+    assert code or not said, said
     if code in {0} | DIFFERS.get(name.split()[0], set()):
         _check_results(place)
         return
     assert (code, len(said)) == (2, 1), (out, err)
     assert said[0].startswith("error: ")
     if broken.file != options_file(name):
-        assert broken.file in err or f"{Path(broken.file).parts[0]}: " in err, f"no file is named: {err}"
+        named = {*INPUTS[name].files, *(f"{Path(file).parts[0]}: " for file in INPUTS[name].files)}
+        assert any(file in err for file in named), f"no file is named: {err}"
     kept = INPUTS[name].out
     assert kept is None or not [path for path in left if path.startswith(kept)], f"left behind: {left}"
 

@@ -161,7 +161,7 @@ def _value(name: str, kind: Any, value: Any, texts: Sequence[tuple[str, ...]]) -
         raise wrong
     if element is str and isinstance(value, str):
         return texts[int(value[1:])] if value.startswith("\0") else (value,)
-    if str in _choices(kind) and (not isinstance(value, str) or not value):
+    if str in _choices(kind) and (not isinstance(value, str) or not value or "\0" in value):
         raise wrong
     if element:
         value = tuple(value) if isinstance(value, list | tuple) else (value,)

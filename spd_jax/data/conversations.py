@@ -127,7 +127,7 @@ def _messages(turns: Sequence[Any]) -> list[Message] | str:
         # Columnar files give every turn every key, with null where the record had none.
         role = turn.get("role") if turn.get("role") is not None else turn.get("from")
         content = turn.get("content") if turn.get("content") is not None else turn.get("value")
-        if role in TOOL_ROLES or turn.get("tool_calls") or turn.get("function_call"):
+        if (isinstance(role, str) and role in TOOL_ROLES) or turn.get("tool_calls") or turn.get("function_call"):
             return TOOLS
         if not isinstance(role, str) or role not in ROLES:
             return UNKNOWN_ROLE

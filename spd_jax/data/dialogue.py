@@ -17,11 +17,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jinja2
-
 from spd_jax.data.conversations import Conversation, Message, Skipped
 from spd_jax.data.labels import REFUSED
-from spd_jax.weights.tokenizer import Tokenizer
+from spd_jax.weights.tokenizer import TemplateRefusal, Tokenizer
 
 NO_MESSAGES = "ids without messages"
 TOO_LONG = "prompt too long"
@@ -135,5 +133,5 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[Message]) -> str | None:
     """The prompt of the turn after `messages` as text, None where the template refuses it."""
     try:
         return tokenizer.chat_text([dataclasses.asdict(message) for message in messages])
-    except jinja2.TemplateError:
+    except TemplateRefusal:
         return None

@@ -23,13 +23,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jinja2
 import numpy as np
 from jaxtyping import Bool, Int32
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from spd_jax.data.conversations import Conversation, Message, Skipped
-from spd_jax.weights.tokenizer import Tokenizer
+from spd_jax.weights.tokenizer import TemplateRefusal, Tokenizer
 
 REFUSED = "the chat template refuses it"
 NOT_AS_GENERATED = "no turn is as generation would see it"
@@ -115,7 +114,7 @@ class Labeller:
             return Skipped(SPECIAL_TEXT, conversation.origin)
         try:
             text, turns = self._turns(messages)
-        except jinja2.TemplateError:
+        except TemplateRefusal:
             return Skipped(REFUSED, conversation.origin)
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         starts = [start for start, _ in offsets]

@@ -26,7 +26,8 @@ def end_ids(engine: Engine, given: Sequence[int] | None) -> tuple[int, ...]:
     """
     ids = engine.weights.config.eos_token_ids if given is None else tuple(given)
     if any(not 0 <= token < engine.vocab_size for token in ids):
-        raise ValueError(f"eos_ids must lie in the vocabulary 0..{engine.vocab_size - 1}, found {list(ids)}")
+        whose = f"{engine.config.target}: eos_token_id" if given is None else "eos_ids"
+        raise ValueError(f"{whose} must lie in the vocabulary 0..{engine.vocab_size - 1}, found {list(ids)}")
     return ids
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from spd_jax.weights.tokenizer import Tokenizer
 
 KEYS = ("prompt", "turns", "prompt_ids")
 STDIN = "-"
+T = TypeVar("T")
 
 
 class PromptError(ValueError):
@@ -137,9 +138,9 @@ def encode_prompt(
     elif chat:
         if tokenizer.inner.chat_template is None:
             raise PromptError(f"{prompt.origin}: the tokenizer has no chat template; use --chat false for plain text")
-        ids = tokenizer.chat([{"role": "user", "content": prompt.text}])
+        ids = _located(prompt, lambda: tokenizer.chat([{"role": "user", "content": prompt.text}]))
     else:
-        ids = tokenizer.encode(prompt.text or "")
+        ids = _located(prompt, lambda: tokenizer.encode(prompt.text or ""))
     if not ids:
         raise PromptError(f"{prompt.origin}: the prompt has no tokens, it needs at least one")
     wrong = [token for token in ids if not 0 <= token < vocab_size]
@@ -151,6 +152,14 @@ def encode_prompt(
             f"(context {max_length})"
         )
     return ids
+
+
+def _located(prompt: Prompt, encode: Callable[[], T]) -> T:
+    """What the tokenizer makes of a prompt; its errors name the prompt."""
+    try:
+        return encode()
+    except ValueError as error:
+        raise PromptError(f"{prompt.origin}: {error}") from error
 
 
 def encode_later_turn(
@@ -173,14 +182,14 @@ def encode_later_turn(
     _refuse_empty(prompt.origin, f"turn {turn}", texts[-1])
     kept = list(ids[:-1] if ids and ids[-1] in eos_ids else ids)
     if not chat:
-        return kept + tokenizer.encode(texts[-1], add_special=False)
+        return kept + _located(prompt, lambda: tokenizer.encode(texts[-1], add_special=False))
     mark = "(answer)"
     while any(mark in text for text in texts):
         mark += ")"
     messages = [{"role": "user", "content": texts[0]}]
     for text in texts[1:]:
         messages += [{"role": "assistant", "content": mark}, {"role": "user", "content": text}]
-    before, _, after = tokenizer.chat_text(messages).rpartition(mark)
+    before, _, after = _located(prompt, lambda: tokenizer.chat_text(messages)).rpartition(mark)
     if not before:
         raise PromptError(
             f"{prompt.origin}: the chat template leaves earlier answers out, so there is no turn {turn}; "

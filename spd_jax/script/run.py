@@ -5,9 +5,11 @@ Knows nothing of what the scripts do.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from spd_jax.config.command_line import parse_command_line, wants_traceback
@@ -17,6 +19,18 @@ from spd_jax.script.terminal import Terminal
 Config = TypeVar("Config")
 
 FAILED, INTERRUPTED = 2, 130
+
+
+@contextlib.contextmanager
+def _warnings_on(terminal: Terminal) -> Iterator[None]:
+    """Warnings as one line each, without the place in a program that means nothing to a user."""
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        terminal.complain(f"warning: {' '.join(str(message).split())}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 def run_script(
@@ -36,15 +50,16 @@ def run_script(
 
     Returns:
         What `work` returns; 2 after an error, which is one line on standard error (and the traceback before it with
-        `--traceback true`); 130 after an interrupt.
+        `--traceback true`); 130 after an interrupt. Warnings are a line each too.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     terminal = Terminal(sys.stdout, sys.stderr, sys.stdin)
     try:
-        try:
-            code = work(parse_command_line(kind, given, description or ""), terminal)
-        finally:
-            terminal.finish()
+        with _warnings_on(terminal):
+            try:
+                code = work(parse_command_line(kind, given, description or ""), terminal)
+            finally:
+                terminal.finish()
         return code
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -213,7 +213,10 @@ def _read_module(file: Path, config: HeadConfig, stored: str, dtype: Any) -> Spe
     """The module from its tensors, each checked by name, shape, dtype and finite values before anything is used."""
     if not file.is_file():
         raise ValueError(f"{file} is missing")
-    module = nnx.eval_shape(lambda: SpeculationModule(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    try:
+        module = nnx.eval_shape(lambda: SpeculationModule(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ValueError(f"{file.parent / CONFIG_FILE}: describes no module: {error}") from error
     params = _named_params(module)
     try:
         with safetensors.safe_open(file, framework="numpy") as tensors:

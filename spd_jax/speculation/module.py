@@ -153,7 +153,7 @@ def copied_layers(config: HeadConfig, target: ModelConfig, first_layer: int | No
 def head_from_target(
     config: HeadConfig,
     target: ModelConfig,
-    tensors: Mapping[str, np.ndarray],
+    tensors: Mapping[str, Any],
     *,
     seed: int = 0,
     noise: float = 0.0,
@@ -166,7 +166,8 @@ def head_from_target(
     `noise` times a normal; the LM head holds the target head's rows of the draft vocabulary.
 
     Args:
-        tensors: canonical paths of the target (`layers.{i}....` of the layers copied, and `head` or `embedding`).
+        tensors: arrays by canonical paths of the target (`layers.{i}....` of the layers copied, and `head` or
+            `embedding`), which may be read from a file when they are asked for.
         first_layer: as in `copied_layers`.
 
     Raises:

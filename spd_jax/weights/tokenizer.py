@@ -24,6 +24,10 @@ MOST_IDS = 2**24  # the largest vocabularies have 2**18; tokenizers keeps a plac
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
+class TemplateRefusal(ValueError):
+    """A conversation that a chat template does not take, or a template that is broken; says what it said."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
     """Text to ids and back.
@@ -43,8 +47,12 @@ class Tokenizer:
 
         With `add_special` the begin and end tokens are added that the tokenizer is set up to add, but never a second
         begin token in front of one that the text already starts with.
+
+        Raises:
+            ValueError: the text holds half of a surrogate pair, which no encoding of text can.
         """
         begin = self.inner.bos_token
+        _refuse_surrogates(text)
         ids = list(self.inner.encode(text, add_special_tokens=add_special))
         if begin and text.startswith(begin) and ids[:2] == [self.inner.bos_token_id] * 2:
             return ids[1:]
@@ -55,6 +63,7 @@ class Tokenizer:
 
         Tokens that share a character (the bytes of one) have the same pair.
         """
+        _refuse_surrogates(text)
         encoding = self.inner.backend_tokenizer.encode(text, add_special_tokens=False)
         begin = self.inner.bos_token
         twice = begin and text.startswith(begin) and encoding.ids[:2] == [self.inner.bos_token_id] * 2
@@ -73,7 +82,7 @@ class Tokenizer:
         `{"role": ..., "content": ...}`; further arguments go to the template.
 
         Raises:
-            ValueError: the tokenizer has no chat template.
+            ValueError: as `chat_text` and `encode`.
         """
         return self.encode(
             self.chat_text(messages, add_generation_prompt=add_generation_prompt, **template_arguments),
@@ -87,15 +96,20 @@ class Tokenizer:
 
         Raises:
             ValueError: the tokenizer has no chat template.
+            TemplateRefusal: the template ends in an error.
         """
         if self.inner.chat_template is None:
             raise ValueError(f"{self.origin}: the tokenizer has no chat template; encode plain text instead")
-        return self.inner.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **template_arguments,
-        )
+        try:
+            return self.inner.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **template_arguments,
+            )
+        except Exception as error:  # a template is a program: it can fail in every way
+            text = " ".join(str(error).split()) or type(error).__name__
+            raise TemplateRefusal(f"the chat template of {self.origin} refuses it: {text:.300}") from error
 
 
 def load_tokenizer(location: str | Path) -> Tokenizer:
@@ -139,6 +153,15 @@ def wrap_tokenizer(inner: Any, origin: str) -> Tokenizer:
     text = json.dumps([sorted(vocabulary.items()), merges], ensure_ascii=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return Tokenizer(inner, digest, vocabulary[last] + 1, origin)
+
+
+def _refuse_surrogates(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"half of a surrogate pair, U+{ord(text[error.start]):04X}, at character {error.start}: it is no text"
+        ) from error
 
 
 def _of_folder(folder: Path) -> Any:

@@ -5,6 +5,7 @@ import io
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,6 +69,17 @@ def test_a_traceback_is_shown_to_who_asks_for_it(words: list[str], capsys: pytes
     error = capsys.readouterr().err
     assert error.startswith("Traceback (most recent call last):")
     assert error.endswith("\nerror: why\n")
+
+
+def test_a_warning_is_one_line(capsys: pytest.CaptureFixture[str]):
+    def work(options: Options, terminal: Terminal) -> int:
+        warnings.warn("two\nlines", stacklevel=2)
+        return 0
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert run_script(Options, work, "about", []) == 0
+    assert capsys.readouterr().err == "warning: two lines\n"
 
 
 def test_an_interrupt_is_silent(capsys: pytest.CaptureFixture[str]):
