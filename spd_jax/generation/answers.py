@@ -88,7 +88,14 @@ class Regeneration:
 
         def begin(number: int, conversation: Conversation) -> Dialogue | Skipped:
             room = config.max_length - config.max_new_tokens
-            return open_dialogue(conversation, number, self.tokenizer, room, config.max_turns)
+            opened = open_dialogue(conversation, number, self.tokenizer, room, config.max_turns)
+            vocab_size = self.weights.config.vocab_size
+            if isinstance(opened, Dialogue) and max(opened.ids) >= vocab_size:
+                raise ValueError(
+                    f"{opened.origin}: id {max(opened.ids)} is outside the vocabulary 0..{vocab_size - 1} of "
+                    f"{config.target}: its tokenizer has tokens that the model does not know"
+                )
+            return opened
 
         return regenerate(
             Path(config.out),
