@@ -211,14 +211,18 @@ class Programs:
         return self._mapped(body, PartitionSpec())(params, target, tables, rows)
 
     def _update(self, state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, Array]]:
-        """The next state, and norms; if loss, gradient or update are not finite, the state stays as it was."""
+        """The next state, and norms; if loss, figures, gradient or update are not finite, the state stays as it was.
+
+        A NaN of the target may leave the loss alone: such a position can look like one that the head does not cover.
+        """
         count = jnp.maximum(sums.figures.covered, 1.0) * jnp.float32(sum(self.type_weights))
         gradients = jax.tree.map(lambda g: g / count, sums.gradients)
         norm = optax.tree.norm(gradients)
         updates, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
         new = TrainState(optax.apply_updates(state.params, updates), optimizer, state.step + 1)
         found = {"loss": sums.total / count, "gradient_norm": norm, "update_norm": optax.tree.norm(updates)}
-        finite = jnp.all(jnp.isfinite(jnp.stack(list(found.values()))))
+        numbers = jax.tree.leaves((found, sums.figures))
+        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(number)) for number in numbers]))
         state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
         return state, {**found, "finite": finite}
 

@@ -59,7 +59,7 @@ class Pace:
 
 
 class NotFinite(ArithmeticError):
-    """A loss, gradient or update that is not finite; names the batch."""
+    """A loss, figure, gradient or update that is not finite; names the batch."""
 
 
 class Trainer:
@@ -121,7 +121,7 @@ class Trainer:
         """Train to the end; every event is in the log before it is yielded.
 
         Raises:
-            NotFinite: a loss, a gradient or an update is not finite; the newest saved state is from before.
+            NotFinite: a loss, a figure, a gradient or an update is not finite; the newest saved state is from before.
         """
         pace, start = self.pace, int(self.state.step)
         if start == 0:
@@ -164,8 +164,8 @@ class Trainer:
             first = step * self.pace.accumulate
             raise NotFinite(
                 f"step {step + 1}: loss {values['loss']}, norm of the gradient {values['gradient_norm']} and of the "
-                f"update {values['update_norm']} on batches {first} to {first + self.pace.accumulate - 1}, which hold "
-                f"{self._name_rows(first)}"
+                f"update {values['update_norm']}, acceptance {rates(figures, 1)['acceptance']} on batches {first} to "
+                f"{first + self.pace.accumulate - 1}, which hold {self._name_rows(first)}"
             )
         rate = {"learning_rate": float(self._rate(step))}
         return {**values, **rates(figures, self.programs.plan.num_stages), **rate, **self._counts}
@@ -215,6 +215,10 @@ class Trainer:
         for index in range(min(self.pace.evaluate_batches, stream.steps_per_epoch)):
             rows = as_rows(stream.batch_at(index), self._fills.held_out, seed=0, step=index)
             figures = self.programs.held_out(self.state, rows)
+            values = dataclasses.asdict(jax.device_get(figures))
+            if bad := [name for name, value in values.items() if not np.isfinite(value).all()]:
+                step = int(self.state.step)
+                raise NotFinite(f"held-out batch {index} after step {step}: {', '.join(bad)} not finite")
             total = figures if total is None else jax.tree.map(jax.numpy.add, total, figures)
         return {} if total is None else rates(jax.device_get(total), self.programs.plan.num_stages)
 

@@ -121,7 +121,7 @@ def test_a_state_moves_to_another_mesh():
     assert_equal_run(state.params, losses + rest)
 
 
-@pytest.mark.parametrize("where", ["a gradient", "the loss"])
+@pytest.mark.parametrize("where", ["a gradient", "the loss", "a figure"])
 def test_what_is_not_finite_changes_no_state(where: str):
     made = programs()
     state, _ = train(made, made.start(trainee()), range(1))
@@ -129,6 +129,9 @@ def test_what_is_not_finite_changes_no_state(where: str):
     sums = sums_of(made, state, batch(1))
     if where == "the loss":
         sums = struct.replace(sums, total=sums.total * np.float32(np.inf))
+    elif where == "a figure":
+        accepted = sums.figures.accepted * np.float32(np.nan)
+        sums = struct.replace(sums, figures=struct.replace(sums.figures, accepted=accepted))
     else:
         leaves, tree = jax.tree.flatten(sums.gradients)
         leaves[-1] = leaves[-1].at[(0,) * leaves[-1].ndim].set(np.nan)

@@ -236,6 +236,21 @@ def test_not_a_number_ends_the_run_and_names_the_batch(tmp_path: Path):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(host(again.state)))
 
 
+def test_not_a_number_in_held_out_data_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Before anything is logged, a head kept or a state saved."""
+    trainer = make_trainer(tmp_path, evaluate_every=2)
+    held_out = trainer.programs.held_out
+
+    def spoilt(state: Any, rows: Any) -> Figures:
+        figures = held_out(state, rows)
+        return struct.replace(figures, loss_A=figures.loss_A * np.float32(np.nan))
+
+    monkeypatch.setattr(trainer.programs, "held_out", spoilt)
+    with pytest.raises(NotFinite, match="held-out batch 0 after step 0: loss_A not finite"):
+        finish(trainer)
+    assert not lines_of(trainer)
+
+
 # Figures
 
 
