@@ -171,7 +171,7 @@ def _check_manifest(file: Path, manifest: Mapping[str, Any]) -> None:
             raise PreparedError(f"{file}: {where} must be an object, found {tree!r:.80}")
         for name, kind in kinds.items():
             value = tree.get(name)
-            if name not in tree or not isinstance(value, kind) or isinstance(value, bool):
+            if not isinstance(value, kind) or isinstance(value, bool):
                 raise PreparedError(f"{file}: {name} in {where} cannot be {value!r:.80}")
 
     check("it", manifest, {"digest": str, "shards": list})

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float, Int
 
 from spd_jax import struct
 from spd_jax.cache.rows import LayerCaches, empty_caches, grow_caches, write_rows
 from spd_jax.config.model import AttentionConfig
 from spd_jax.decode.batch import Batch
-from spd_jax.decode.host import StreamingDecoder
+from spd_jax.decode.host import StreamingDecoder, refuse
 from spd_jax.decode.options import Options
 from spd_jax.decode.sampling import (
     TARGET,
@@ -43,7 +43,8 @@ from spd_jax.parallel.watch import Watch
 
 @struct.dataclass
 class StepState:
-    """`token` `[B]`, at `position` `[B]`, is not yet in the caches."""
+    """`token` `[B]`, at `position` `[B]`, is not yet in the caches. `fault` `[2, B]`: a number that is not finite came
+    from the layers, from the final norm or the head."""
 
     caches: LayerCaches
     token: Array
@@ -52,6 +53,7 @@ class StepState:
     emitted: Array
     limit: Array
     keys: Array
+    fault: Bool[Array, "2 B"]
 
 
 @struct.dataclass
@@ -152,11 +154,13 @@ class AutoregressiveDecoder(StreamingDecoder[StepState]):
     def _grown(self, state: StepState, room: int) -> StepState:
         return grow_steps(state, room)
 
-    def _fault(self, state: StepState) -> None:
-        return None
+    def _fault(self, state: StepState) -> Array:
+        return state.fault
 
-    def _refuse(self, fault: None, state: StepState) -> None:
-        pass
+    def _refuse(self, fault: np.ndarray, state: StepState) -> None:
+        if fault.any():
+            where = "the layers" if fault[0].any() else "the final norm or the head"
+            refuse(where, fault, np.asarray(state.position))
 
     def _devices(self) -> Sequence[Any]:
         return sorted(jax.tree.leaves(self.weights)[0].devices(), key=lambda device: device.id)
@@ -176,15 +180,18 @@ class _Programs:
     chunk: int
     dtype: Any
 
-    def choose(self, logits: Array, request: StepRequest, position: Array, keys: Array) -> tuple[Array, Array]:
-        """The next token of every sequence and its log-probability (zeros if not asked for)."""
+    def choose(
+        self, model: Decoder, hidden_BD: Float[Array, "B D"], request: StepRequest, position: Array, keys: Array
+    ) -> tuple[Int[Array, " B"], Float[Array, " B"], Bool[Array, " B"]]:
+        """The next token of every sequence, its log-probability (zeros if not asked for), and sequences whose scores
+        were not numbers."""
+        logits = model.masked_logits(hidden_BD, request.allowed)
         ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-        logits = jnp.where(request.allowed, logits, -jnp.inf)
-        scores = logits
+        scores, largest = logits, jnp.max(logits, axis=-1)
         if not self.mode.greedy:
-            scores = log_probs(logits, ids, self.mode, request.numbers)
+            scores, _ = log_probs(logits, ids, self.mode, request.numbers)
             if self.mode.top_k:  # numbers only for ids that can win: those of a whole vocabulary cost more than a step
-                _, ids = jax.lax.top_k(logits / request.numbers.temperature, min(self.mode.top_k, logits.shape[-1]))
+                _, ids = jax.lax.top_k(logits, min(self.mode.top_k, logits.shape[-1]))
                 scores = jnp.take_along_axis(scores, ids, axis=-1)
             scores = scores + gumbel(keys, position, TARGET, ids)
         if ids.ndim == 1:
@@ -192,9 +199,9 @@ class _Programs:
         else:
             token = jnp.take_along_axis(ids, jnp.argmax(scores, axis=-1)[:, None], axis=-1)[:, 0]
         if not self.with_log_probs:
-            return token, jnp.zeros(token.shape, jnp.float32)
+            return token, jnp.zeros(token.shape, jnp.float32), jnp.isnan(largest)
         at = jnp.take_along_axis(logits, token[:, None], axis=-1)
-        return token, (at - log_normaliser(logits))[:, 0]
+        return token, (at - log_normaliser(logits))[:, 0], jnp.isnan(largest)
 
     def rows(
         self, model: Decoder, ids_BT: Array, start: Array, caches: LayerCaches, running: Array, valid_BT: Array | None
@@ -251,31 +258,34 @@ class _Programs:
         batch, size = ids.shape[0], model.config.hidden_size
         rows = jnp.arange(self.chunk, dtype=jnp.int32)
 
-        def body(index: Array, carry: tuple[LayerCaches, Array]) -> tuple[LayerCaches, Array]:
-            caches, final = carry
+        def body(index: Array, carry: tuple[LayerCaches, Array, Array]) -> tuple[LayerCaches, Array, Array]:
+            caches, final, fault = carry
             start = index * self.chunk
             piece = jax.lax.dynamic_slice_in_dim(ids, start, self.chunk, axis=1)
             first, valid = jnp.full((batch,), 1, jnp.int32) * start, start + rows < lengths[:, None]
             hidden, caches = self.rows(model, piece, first, caches, index < count, valid)
             inside = lengths - 1 - start
             picked = jnp.take_along_axis(hidden, jnp.clip(inside, 0, self.chunk - 1)[:, None, None], axis=1)[:, 0]
-            return caches, jnp.where(((inside >= 0) & (inside < self.chunk))[:, None], picked, final)
+            fault = fault | ~jnp.all(jnp.isfinite(hidden) | ~valid[..., None], axis=(1, 2))
+            return caches, jnp.where(((inside >= 0) & (inside < self.chunk))[:, None], picked, final), fault
 
         count = (jnp.max(lengths) + self.chunk - 1) // self.chunk
         final = jnp.zeros((batch, size), self.dtype)
-        caches, final = jax.lax.fori_loop(0, count, body, (caches, final))
+        caches, final, in_layers = jax.lax.fori_loop(0, count, body, (caches, final, jnp.zeros((batch,), bool)))
         keys = row_keys(seeds)
-        token, log_prob = self.choose(model.logits(final), request, lengths, keys)
+        token, log_prob, in_head = self.choose(model, final, request, lengths, keys)
         ended = jnp.any(token[:, None] == request.eos, axis=1) | (limit <= 1)
         emitted = jnp.ones((batch,), jnp.int32)
-        state = StepState(caches, token, lengths, ~ended, emitted, limit, keys)
+        fault = jnp.stack([in_layers, in_head])
+        state = StepState(caches, token, lengths, ~ended, emitted, limit, keys, fault)
         return state, token, log_prob
 
     def step(self, model: Decoder, request: StepRequest, state: StepState) -> tuple[StepState, Log]:
         """One token for every active sequence."""
         running = jnp.any(state.active)
         hidden, caches = self.rows(model, state.token[:, None], state.position, state.caches, running, None)
-        token, log_prob = self.choose(model.logits(hidden[:, 0]), request, state.position + 1, state.keys)
+        token, log_prob, in_head = self.choose(model, hidden[:, 0], request, state.position + 1, state.keys)
+        in_layers = ~jnp.all(jnp.isfinite(hidden), axis=(1, 2))
         emitted = state.emitted + state.active.astype(jnp.int32)
         ended = jnp.any(token[:, None] == request.eos, axis=1) | (emitted >= state.limit)
         event = jnp.where(state.active, UNDRAFTED, IDLE).astype(jnp.int32)
@@ -288,11 +298,12 @@ class _Programs:
             emitted=emitted,
             limit=state.limit,
             keys=state.keys,
+            fault=state.fault | (jnp.stack([in_layers, in_head]) & state.active),
         )
         return new, log
 
     def dispatch(self, weights: Any, request: StepRequest, state: StepState) -> tuple[StepState, Log]:
-        """Up to `steps` steps, fewer when all sequences have ended; the log is `[steps, B]`."""
+        """Up to `steps` steps, fewer when all sequences have ended or one has a fault; the log is `[steps, B]`."""
         model = nnx.merge(self.graphdef, weights)
         log = empty_log(self.steps, state.token.shape[0], 1)
 
@@ -304,7 +315,7 @@ class _Programs:
 
         def more(carry: Any) -> Array:
             index, state, _ = carry
-            return (index < self.steps) & jnp.any(state.active)
+            return (index < self.steps) & jnp.any(state.active) & ~jnp.any(state.fault)
 
         _, state, log = jax.lax.while_loop(more, body, (jnp.int32(0), state, log))
         return state, log

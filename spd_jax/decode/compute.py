@@ -127,7 +127,8 @@ def compute(
     Returns:
         hidden states after each of the stage's layers `[slots, B, W, D]` (zeros without a stage), the draft's hidden
         states of the newest column `[B, W, D]` (zeros elsewhere), what all slots keep (the window of attention, the
-        memories of a gated delta net), and whether all that counts is finite: `[2]`, of the stage and of the draft.
+        memories of a gated delta net), and whether all that counts of a sequence is finite: `[2, B]`, of the stage and
+        of the draft.
     """
     control, taps, table = state.control, state.taps, program.slots
     batch, width, size = state.hidden.shape
@@ -177,6 +178,6 @@ def compute(
             jax.ShapeDtypeStruct((table.max_stage_slots, batch, width, size), dtype),
             jax.ShapeDtypeStruct((batch, width, size), dtype),
         )
-    stage_finite = jnp.all(jnp.isfinite(hiddens[-1]) | (position_B < 0)[:, None, None])
-    draft_finite = jnp.all(jnp.isfinite(drafted) | ~control.active[:, None, None])
+    stage_finite = jnp.all(jnp.isfinite(hiddens[-1]), axis=(1, 2)) | (position_B < 0)
+    draft_finite = jnp.all(jnp.isfinite(drafted), axis=(1, 2)) | ~control.active
     return hiddens, drafted, windows, jnp.stack([stage_finite, draft_finite])

@@ -60,7 +60,7 @@ def exchange(
     program: Program, leaving_row_B: Array, hiddens: Array, drafted: Array, finite: Array
 ) -> tuple[Array, Array, Array, Array]:
     """One packet: final hidden state `[B, D]` of the row that leaves, draft hidden states `[B, W, D]`, taps
-    `[B, W, m - 1, D]`, faults `[R, 2]`."""
+    `[B, W, m - 1, D]`, faults `[R, 2, B]`."""
     output = pick_row(hiddens[-1], leaving_row_B)
     is_last = ranks.stage_number(program) == program.plan.num_stages
     final = jnp.where(is_last, output, jnp.zeros_like(output))
@@ -68,7 +68,7 @@ def exchange(
     taps = jnp.moveaxis(hiddens[where], 0, 2)
     taps = jnp.where(owned[:, None], taps, jnp.zeros_like(taps))
     here = jnp.arange(program.plan.num_ranks) == jax.lax.axis_index(AXIS)
-    fault = (here[:, None] & ~finite).astype(output.dtype)
+    fault = (here[:, None, None] & ~finite).astype(output.dtype)
     final, drafted, taps, fault = psum_packed((final, drafted, taps, fault))
     return final, drafted, taps, fault != 0
 

@@ -29,10 +29,11 @@ from spd_jax.decode.sampling import (
 )
 from spd_jax.decode.tree import CHAIN, Proposals, Tree, in_column, pick_row
 from spd_jax.decode.verify import Siblings, Verdict, not_numbers, verify_by_name, verify_by_trial
+from spd_jax.models.decoder import masked_logits
 from spd_jax.nn.layers import rms_norm
 from spd_jax.parallel.mesh import gather_ranks
 from spd_jax.parallel.stack import PipelineParams, Program
-from spd_jax.parallel.vocab import local_ids, masked_logits, spread_draft
+from spd_jax.parallel.vocab import local_ids, spread_draft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,17 +101,18 @@ def first_token(
     final_BD: Float[Array, "B D"],
     position_B: Int[Array, " B"],
     keys_B: Array,
-) -> tuple[Int[Array, " B"], Float[Array, " B"], Bool[Array, " R"]]:
+) -> tuple[Int[Array, " B"], Float[Array, " B"], Bool[Array, "R B"]]:
     """The token after the prompt, its log-probability under the target, and ranks whose scores were not numbers."""
     logits = target_logits(program, params, final_BD)
     ids = local_ids(logits.shape[-1])
-    scores = logits
+    scores, largest_RB = logits, None
     if not mode.sampling.greedy:
-        log_p = log_probs(logits, ids, mode.sampling, request.numbers, gather_ranks)
+        log_p, largest_RB = log_probs(logits, ids, mode.sampling, request.numbers, gather_ranks)
         scores = log_p + gumbel(keys_B, position_B, TARGET, ids)
     scores, winners = gather_ranks(best(scores, ids))
     _, token = best_of_ranks(scores, winners)
-    return token, token_log_prob(mode, logits, ids, token), not_numbers(scores)
+    fault = not_numbers(scores if largest_RB is None else largest_RB)
+    return token, token_log_prob(mode, logits, ids, token), fault
 
 
 def token_log_prob(mode: Mode, logits: Float[Array, "B V"], ids: Array, token_B: Array) -> Float[Array, " B"]:
@@ -156,12 +158,14 @@ def answer(
         full = draft_logits if program.shared_head else spread_draft(draft_logits, params.draft_row)
         # p and q go through the same filters, and share their collectives.
         rows = jnp.concatenate([logits[:, None], full], axis=1)
-        filtered = log_probs(rows, ids, mode.sampling, request.numbers, gather_ranks)
+        filtered, largest_RBW = log_probs(rows, ids, mode.sampling, request.numbers, gather_ranks)
         log_p, log_q = filtered[:, 0], filtered[:, 1:]
         if log_q_BCWV is None:
             verdict, found = _answer_by_name(log_p, log_q, ids, question)
         else:
             verdict, found, log_q_BCWV = _answer_by_trial(log_p, log_q, ids, question, log_q_BCWV)
+        # Probabilities that are not numbers are so on all ranks; the logits tell whose they were.
+        verdict = struct.replace(verdict, fault=not_numbers(largest_RBW))
     return verdict, found, token_log_prob(mode, logits, ids, verdict.token), log_q_BCWV
 
 
@@ -188,7 +192,7 @@ def answer_greedy(
     fault = verdict.fault | not_numbers(values)
     values = _of_ranks(values)
     if normaliser is not None:
-        values = values - join_normalisers(*normaliser)
+        values = values - sum(join_normalisers(*normaliser))
     return struct.replace(verdict, fault=fault), Proposals(_of_ranks(winners), values, None)
 
 
@@ -196,8 +200,7 @@ def _answer_by_name(log_p: Array, log_q: Array, ids: Array, question: Question) 
     values, where = best_few(log_q, log_q.shape[1])
     scores = log_p + gumbel(question.keys, question.target_position, TARGET, ids)
     verdict, (values, winners) = verify_by_name(scores, ids, question.tested, gather_ranks, (values, ids[where]))
-    fault = verdict.fault | not_numbers(values)
-    return struct.replace(verdict, fault=fault), Proposals(_of_ranks(winners), _of_ranks(values), None)
+    return verdict, Proposals(_of_ranks(winners), _of_ranks(values), None)
 
 
 def _answer_by_trial(
@@ -223,7 +226,6 @@ def _answer_by_trial(
         gather_ranks,
         (values, ids[where], jnp.take_along_axis(log_q, where, axis=-1)),
     )
-    fault = verdict.fault | not_numbers(values)
     found = Proposals(_of_ranks(winners), _of_ranks(values), _of_ranks(found_log_q))
     here = jnp.arange(columns) == (question.draft_position % columns)[:, None]
-    return struct.replace(verdict, fault=fault), found, jnp.where(here[..., None, None], log_q[:, None], log_q_BCWV)
+    return verdict, found, jnp.where(here[..., None, None], log_q[:, None], log_q_BCWV)

@@ -10,7 +10,7 @@ import abc
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -26,6 +26,20 @@ S = TypeVar("S")
 
 class FaultError(ArithmeticError):
     """A number that is not finite came up; names the place, as far as it is known."""
+
+
+def refuse(where: str, faulty_B: np.ndarray, lengths_B: np.ndarray) -> NoReturn:
+    """Say what produced numbers that are not finite, for which prompts, and how long the sequences were.
+
+    Args:
+        faulty_B: with the sequences as its last axis, whatever comes before.
+
+    Raises:
+        FaultError: always.
+    """
+    rows = np.flatnonzero(faulty_B.reshape(-1, faulty_B.shape[-1]).any(axis=0)).tolist()
+    of = "" if len(lengths_B) == 1 else f" for prompt(s) {rows} of {len(lengths_B)}"
+    raise FaultError(f"{where} produced NaN or infinity{of}; verified lengths were {lengths_B.tolist()}")
 
 
 class StreamingDecoder(abc.ABC, Generic[S]):

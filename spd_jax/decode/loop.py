@@ -19,7 +19,7 @@ from spd_jax import struct
 from spd_jax.cache.layer import capacity_of
 from spd_jax.decode.batch import Batch, bucket
 from spd_jax.decode.heads import Forced, Mode, Request
-from spd_jax.decode.host import FaultError, StreamingDecoder
+from spd_jax.decode.host import StreamingDecoder, refuse
 from spd_jax.decode.options import Options
 from spd_jax.decode.programs import grow_state, make_caches, make_dispatch, make_prefill
 from spd_jax.decode.state import DecodeState, Log
@@ -153,14 +153,13 @@ class PipelineDecoder(StreamingDecoder[DecodeState]):
         if not fault.any():
             return
         plan = self.program.plan
-        stages, drafts, heads = (np.flatnonzero(kind).tolist() for kind in fault.T)
+        stages, drafts, heads = (np.flatnonzero(kind.any(axis=1)).tolist() for kind in np.moveaxis(fault, 1, 0))
         if stages:  # the first one: what follows it, and the draft, computed with what it made
             rank, stage = stages[0], plan.stage_of_rank(stages[0])
             layers = plan.layers_of_stage(stage or 1)
-            where = f"stage {stage} (layers {layers.start}..{layers.stop - 1}) on rank {rank}"
+            where, faulty = f"stage {stage} (layers {layers.start}..{layers.stop - 1}) on rank {rank}", fault[rank, 0]
         elif drafts:
-            where = f"the speculation module on rank {drafts[0]}"
+            where, faulty = f"the speculation module on rank {drafts[0]}", fault[:, 1]
         else:
-            where = f"the final norm or the heads on ranks {heads}"
-        committed = np.asarray(state.control.committed).tolist()
-        raise FaultError(f"{where} produced NaN or infinity; verified lengths were {committed}")
+            where, faulty = f"the final norm or the heads on ranks {heads}", fault[:, 2]
+        refuse(where, faulty, np.asarray(state.control.committed))

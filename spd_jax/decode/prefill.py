@@ -41,7 +41,7 @@ from spd_jax.parallel.vocab import local_embedding
 @struct.dataclass
 class _Carry:
     """`ring` `[B, T, 1 + m, D]`: hidden state and taps from the rank before; `final` `[B, D]`: last stage's output at
-    the last prompt position; `finite` `[]`: so is all that this rank's stage has made."""
+    the last prompt position; `finite` `[B]`: so is all that this rank's stage has made of a prompt."""
 
     caches: tuple[LayerCache, ...]
     ring: Array
@@ -143,7 +143,7 @@ def prefill_chunks(
 ) -> tuple[tuple[LayerCache, ...], Array, Array]:
     """Fill the committed caches of all stages and of the draft.
 
-    Returns them, the final hidden state `[B, D]`, and whether all that this rank's stage made is finite.
+    Returns them, the final hidden state `[B, D]`, and of which prompts all that this rank's stage made is finite.
 
     Args:
         ids_BP: prompts, padded on the right; P is at least the longest length rounded up to whole chunks, and at most
@@ -179,7 +179,8 @@ def prefill_chunks(
         picked = jnp.take_along_axis(hiddens[-1], jnp.clip(inside, 0, chunk - 1)[:, None, None], axis=1)[:, 0]
         ends_here = stage_valid & (stage_index == plan.num_stages - 1) & (inside >= 0) & (inside < chunk)
         final = jnp.where(ends_here[:, None], picked, carry.final)
-        finite = carry.finite & (jnp.all(jnp.isfinite(hiddens[-1])) | ~stage_valid)
+        valid_BT = stage_valid & (stage_start + jnp.arange(chunk, dtype=jnp.int32) < lengths_B[:, None])
+        finite = carry.finite & jnp.all(jnp.isfinite(hiddens[-1]) | ~valid_BT[..., None], axis=(1, 2))
         written: list[LayerCache] = []
         for slot, cache in enumerate(carry.caches):
             if isinstance(cache, RecurrentCache):
@@ -191,7 +192,7 @@ def prefill_chunks(
         return _Carry(tuple(written), ring, final, finite)
 
     ring = jnp.zeros((batch, chunk, 1 + anchors, size), dtype)
-    start = _Carry(caches, varying(ring), varying(jnp.zeros((batch, size), dtype)), varying(jnp.bool_(True)))
+    start = _Carry(caches, varying(ring), varying(jnp.zeros((batch, size), dtype)), varying(jnp.ones((batch,), bool)))
     end = jax.lax.fori_loop(0, chunks + plan.num_stages, tick, start)
     caches = tuple(end_running(c) if isinstance(c, RecurrentCache) else c for c in end.caches)
     return caches, jax.lax.psum(end.final, AXIS), end.finite

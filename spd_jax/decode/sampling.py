@@ -2,7 +2,13 @@
 
 One implementation serves sampling, drafting and verification: temperature, then top-k, then top-p, the order in which
 Hugging Face applies them. top-k keeps exactly k ids, the lowest id winning ties (Hugging Face keeps all ties); top-p
-keeps the id that crosses the threshold. Probabilities are float32 log-probabilities, -inf outside the support.
+keeps the id that crosses the threshold. Probabilities are float32 log-probabilities, -inf outside the support, which
+is what has a float32 probability above 0.
+
+Any temperature is safe. The largest logit is taken off before the division, so that as T goes to 0 the likeliest id's
+log-probability stays 0 (ids that tie exactly share it equally; greedy decoding takes the lowest of them) and as T grows
+all ids become equally likely. XLA's CPU backend takes numbers below the smallest normal float for 0, so T may be 0 in a
+program, and 1/T may not be finite: what is 0 or -inf away from the largest logit is never divided.
 
 Random numbers are indexed by (seed of the row, position, purpose, global token id): neither a neighbour in the batch,
 nor a rejection, nor the number of ranks changes them.
@@ -59,8 +65,9 @@ class Sampling:
         return SamplingMode(self.temperature == 0.0, self.top_k, self.top_p < 1.0)
 
     def numbers(self) -> SamplingNumbers:
-        """The part that is data."""
-        return SamplingNumbers(jnp.float32(self.temperature or 1.0), jnp.float32(self.top_p))
+        """The part that is data; a temperature beyond float32 is its largest number or 0."""
+        temperature = min(self.temperature, float(jnp.finfo(jnp.float32).max)) if self.temperature else 1.0
+        return SamplingNumbers(jnp.float32(temperature), jnp.float32(self.top_p))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,39 +98,59 @@ def log_probs(
     mode: SamplingMode,
     numbers: SamplingNumbers,
     gather: Gather = one_device,
-) -> Float[Array, "... V"]:
-    """Log-probabilities of this rank's ids after temperature, top-k and top-p.
+) -> tuple[Float[Array, "... V"], Float[Array, "R ..."]]:
+    """Log-probabilities of this rank's ids after temperature, top-k and top-p, and every rank's largest logit.
+
+    A NaN anywhere makes all log-probabilities NaN, whatever is filtered; the largest logits tell whose it was.
 
     Args:
-        logits: this rank's share; -inf for ids that must not occur. At least one id somewhere must be finite.
+        logits: this rank's share; -inf for ids that must not occur, else finite or NaN. At least one id somewhere must
+            not be -inf.
         ids: the global ids of the share.
         gather: collects a pytree from all ranks as `[R, ...]`.
     """
-    logits = logits.astype(jnp.float32) / numbers.temperature
+    logits = logits.astype(jnp.float32)
     if not mode.top_k and not mode.use_top_p:
-        return logits - log_normaliser(logits, gather)
+        largest_R, totals_R = gather(normaliser_share(logits, numbers.temperature))
+        top, log_total = join_normalisers(largest_R, totals_R, numbers.temperature)
+        return _supported(tempered(logits - top, numbers.temperature) - log_total), largest_R
     values, kept_ids = logits, jnp.broadcast_to(ids, logits.shape)
     if mode.top_k:
         values, where = jax.lax.top_k(logits, min(mode.top_k, logits.shape[-1]))
         kept_ids = ids[where]
-    values, kept_ids = (_last(x) for x in gather((values, kept_ids)))
-    negated, order_ids = jax.lax.sort((-values, kept_ids), num_keys=2)
+    # The largest by itself: a sort may put a NaN behind the ids that are kept.
+    (values, kept_ids), largest_R = gather(((values, kept_ids), jnp.max(logits, axis=-1)))
+    top = jnp.max(largest_R, axis=0)[..., None]
+    negated, order_ids = jax.lax.sort((-_last(values), _last(kept_ids)), num_keys=2)
     candidates = -negated[..., : mode.top_k or None]
     order_ids = order_ids[..., : mode.top_k or None]
-    normaliser = jax.nn.logsumexp(candidates, axis=-1, keepdims=True)
-    cut = jnp.full(candidates.shape[:-1], candidates.shape[-1] - 1)
+    shares = jnp.exp(tempered(candidates - top, numbers.temperature))
+    total = jnp.sum(shares, axis=-1, keepdims=True)
+    cut = jnp.full(candidates.shape[:-1], candidates.shape[-1] - 1, jnp.int32)
     if mode.use_top_p:
-        probabilities = jnp.exp(candidates - normaliser)
+        probabilities = shares / total
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
         # The first id is always kept, whatever rounding does to `before`.
-        inside = (before < numbers.top_p) | (jnp.arange(candidates.shape[-1]) == 0)
-        inside &= jnp.isfinite(candidates)
-        cut = jnp.sum(inside.astype(jnp.int32), axis=-1) - 1
-        normaliser = jax.nn.logsumexp(jnp.where(inside, candidates, -jnp.inf), axis=-1, keepdims=True)
+        inside = (before < numbers.top_p) | (jnp.arange(candidates.shape[-1], dtype=jnp.int32) == 0)
+        inside &= candidates > -jnp.inf
+        cut = jnp.sum(inside, axis=-1, dtype=jnp.int32) - 1
+        total = jnp.sum(jnp.where(inside, shares, 0.0), axis=-1, keepdims=True)
     last_value = jnp.take_along_axis(candidates, cut[..., None], axis=-1)
     last_id = jnp.take_along_axis(order_ids, cut[..., None], axis=-1)
-    inside_here = (logits > last_value) | ((logits == last_value) & (ids <= last_id))
-    return jnp.where(inside_here, logits - normaliser, -jnp.inf)
+    # Told apart by their logits: at a high temperature different logits may be equally likely.
+    inside_here = (logits > last_value) | ((logits == last_value) & (ids <= last_id)) | jnp.isnan(top)
+    found = tempered(logits - top, numbers.temperature) - jnp.log(total)
+    return jnp.where(inside_here, _supported(found), -jnp.inf), largest_R
+
+
+def tempered(below: Float[Array, "..."], temperature: Float[Array, ""]) -> Float[Array, "..."]:
+    """Distances from the largest logit (<= 0) at a temperature, which may be 0."""
+    return jnp.where((below == 0.0) | (below == -jnp.inf), below, below / temperature)
+
+
+def _supported(log_p: Array) -> Array:
+    """-inf where the probability is 0 in float32, so that what may be drawn has a share in every sum."""
+    return jnp.where(log_p < jnp.log(jnp.finfo(jnp.float32).tiny), -jnp.inf, log_p)
 
 
 def _last(gathered: Array) -> Array:
@@ -134,20 +161,29 @@ def _last(gathered: Array) -> Array:
 
 def log_normaliser(logits: Float[Array, "... V"], gather: Gather = one_device) -> Float[Array, "... 1"]:
     """log sum exp over all ranks' ids, with the last axis kept."""
-    return join_normalisers(*gather(normaliser_share(logits)))
+    top, log_total = join_normalisers(*gather(normaliser_share(logits)))
+    return top + log_total
 
 
-def normaliser_share(logits: Float[Array, "... V"]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """This rank's part of the normaliser: its largest logit, and the sum of exponentials relative to it."""
+def normaliser_share(
+    logits: Float[Array, "... V"], temperature: Float[Array, ""] | None = None
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """This rank's part of the normaliser at a temperature (None: 1): its largest logit (-inf: it has none), and the sum
+    of exponentials relative to it."""
     largest = jnp.max(logits, axis=-1)
-    base = jnp.where(jnp.isfinite(largest), largest, 0.0)  # a share without a finite logit
-    return base, jnp.sum(jnp.exp(logits - base[..., None]), axis=-1)
+    below = logits - jnp.where(largest == -jnp.inf, 0.0, largest)[..., None]
+    below = below if temperature is None else tempered(below, temperature)
+    return largest, jnp.sum(jnp.exp(below), axis=-1)
 
 
-def join_normalisers(bases_R: Float[Array, "R ..."], totals_R: Float[Array, "R ..."]) -> Float[Array, "... 1"]:
-    """log sum exp from all ranks' parts."""
-    top = jnp.max(bases_R, axis=0)
-    return (top + jnp.log(jnp.sum(totals_R * jnp.exp(bases_R - top), axis=0)))[..., None]
+def join_normalisers(
+    largest_R: Float[Array, "R ..."], totals_R: Float[Array, "R ..."], temperature: Float[Array, ""] | None = None
+) -> tuple[Float[Array, "... 1"], Float[Array, "... 1"]]:
+    """The largest logit of all ranks and the log of the sum of exponentials relative to it, from all ranks' parts."""
+    top = jnp.max(largest_R, axis=0)
+    below = largest_R - top
+    below = below if temperature is None else tempered(below, temperature)
+    return top[..., None], jnp.log(jnp.sum(totals_R * jnp.exp(below), axis=0))[..., None]
 
 
 def best(scores: Float[Array, "... V"], ids: Int[Array, " V"]) -> tuple[Array, Array]:

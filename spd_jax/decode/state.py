@@ -30,8 +30,8 @@ class Control:
     and whose draft keys are still to be committed, -1 none; `committed`, `drafted` `[B]`: lengths of the target's and
     the draft's committed caches; `newest` `[B]`: youngest position in flight; `nodes`: the draft tree; `drops` `[B]`:
     verdicts so far that dropped columns; `emitted` `[B]`: generated tokens so far; `active` `[B]`; `limit` `[B]`:
-    tokens to generate; `keys` `[B]`; `cycle` `[]`: cycles done; `fault` `[R, 3]`: a number that is not finite came
-    from a rank's stage, from its draft layers, from its share of the heads.
+    tokens to generate; `keys` `[B]`; `cycle` `[]`: cycles done; `fault` `[R, 3, B]`: a number that is not finite
+    came from a rank's stage, from its draft layers, from its share of the heads.
     """
 
     stage_position: Array

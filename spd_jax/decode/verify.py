@@ -27,13 +27,13 @@ class Verdict:
     """What verification decides for every sequence.
 
     `accept`: a tested draft is right, the one in `row`; `token`: what is emitted; `fault`: ranks whose scores were not
-    numbers.
+    numbers, for which sequence.
     """
 
     accept: Bool[Array, " B"]
     row: Int[Array, " B"]
     token: Int[Array, " B"]
-    fault: Bool[Array, " R"]
+    fault: Bool[Array, "R B"]
 
 
 @struct.dataclass
@@ -129,6 +129,6 @@ def _after(residual_BV: Array, drawn: Any, at_tokens: Any) -> tuple[Array, Array
     return (*drawn(residual_BV), jnp.sum(residual_BV, axis=-1), at_tokens(residual_BV))
 
 
-def not_numbers(*best_RB: Array) -> Bool[Array, " R"]:
-    """Ranks one of whose best scores is NaN or infinity (a NaN anywhere in a share is its maximum)."""
-    return jnp.any(~(jnp.stack([x.reshape(x.shape[0], -1).max(axis=1) for x in best_RB]) < jnp.inf), axis=0)
+def not_numbers(best_RB: Float[Array, "R B *rows"]) -> Bool[Array, "R B"]:
+    """Ranks whose best scores for a sequence have a NaN or infinity (a NaN anywhere in a share is its maximum)."""
+    return ~(best_RB.reshape(*best_RB.shape[:2], -1).max(axis=2) < jnp.inf)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from spd_jax.decode.host import FaultError
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Options, SequenceResult
 from spd_jax.generation.metrics import acceptance_rates, alpha, projected_accept_length
@@ -88,7 +89,7 @@ def decode_in_batches(
 
     Raises:
         BatchError: a prompt that cannot be decoded.
-        FaultError: a rank produced NaN or infinity.
+        FaultError: a rank produced NaN or infinity; names the prompts.
         ValueError: no prompts, or a batch below 1.
     """
     if batch < 1 or not prompts:
@@ -99,7 +100,10 @@ def decode_in_batches(
         rows = [row if row < len(prompts) else start for row in range(start, start + size)]
         chosen, of_rows = [prompts[row] for row in rows], _rows_of(options, rows)
         decoder.warm_up(chosen, of_rows)
-        generation = decoder.generate(chosen, of_rows)
+        try:
+            generation = decoder.generate(chosen, of_rows)
+        except FaultError as error:
+            raise FaultError(f"prompts {start} to {min(start + size, len(prompts)) - 1}: {error}") from error
         results += generation.results[: len(prompts) - start]
         seconds += generation.decode_seconds
         if progress is not None:

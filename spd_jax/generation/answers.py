@@ -18,6 +18,7 @@ from spd_jax.data.dialogue import Answer, Dialogue, open_dialogue
 from spd_jax.data.regenerate import Plan, Progress, regenerate
 from spd_jax.data.sources import read_conversations, source_digest
 from spd_jax.decode.autoregressive import AutoregressiveDecoder
+from spd_jax.decode.host import FaultError
 from spd_jax.decode.options import Options
 from spd_jax.decode.sampling import Sampling
 from spd_jax.parallel.platform import set_up_platform
@@ -53,7 +54,10 @@ class DecodedAnswers:
             sequences=(*numbers, *[0] * spare),
             stop=lambda sequence, ids: None if sequence < real else len(ids),
         )
-        generation = self.decoder.generate([*prompts, *[[0]] * spare], options)
+        try:
+            generation = self.decoder.generate([*prompts, *[[0]] * spare], options)
+        except FaultError as error:
+            raise FaultError(f"answers to conversations {list(numbers)}: {error}") from error
         return [Answer(tuple(result.ids), result.finish_reason == "stop") for result in generation.results[:real]]
 
 
@@ -88,14 +92,7 @@ class Regeneration:
 
         def begin(number: int, conversation: Conversation) -> Dialogue | Skipped:
             room = config.max_length - config.max_new_tokens
-            opened = open_dialogue(conversation, number, self.tokenizer, room, config.max_turns)
-            vocab_size = self.weights.config.vocab_size
-            if isinstance(opened, Dialogue) and max(opened.ids) >= vocab_size:
-                raise ValueError(
-                    f"{opened.origin}: id {max(opened.ids)} is outside the vocabulary 0..{vocab_size - 1} of "
-                    f"{config.target}: its tokenizer has tokens that the model does not know"
-                )
-            return opened
+            return open_dialogue(conversation, number, self.tokenizer, room, config.max_turns)
 
         return regenerate(
             Path(config.out),

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from spd_jax.config.model import AttentionConfig, Mixer, ModelConfig, RopeConfig
 from spd_jax.nn.attention import attend_prefix_and_rows, cache_layout
@@ -92,6 +92,11 @@ class Decoder(nnx.Module):
         head = self.embedding if self.head is None else self.head
         return head_logits(self.final_norm(hidden), head[...], self.config.logit_cap)
 
+    def masked_logits(self, hidden: Float[Array, "... D"], allowed: Bool[Array, " V"]) -> Float[Array, "... V"]:
+        """`logits` to decide by, as the function of this name."""
+        head = self.embedding if self.head is None else self.head
+        return masked_logits(self.final_norm(hidden), head[...], allowed, self.config.logit_cap)
+
     def hidden_states(self, ids_BT: Int[Array, "B T"]) -> list[Float[Array, "B T D"]]:
         """Hidden states 0..L of whole sequences, without a cache (index L is before the final norm)."""
         batch, length = ids_BT.shape
@@ -114,3 +119,13 @@ def head_logits(
     """Float32 scores of hidden states (already normed) against the rows of a head, capped as the model's are."""
     logits = project(hidden, rows, jnp.float32)
     return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def masked_logits(
+    hidden: Float[Array, "... D"], rows: Float[Array, "V D"], allowed: Bool[Array, " V"], cap: float | None = None
+) -> Float[Array, "... V"]:
+    """`head_logits` to decide by: -inf for ids that must never be emitted or proposed, and NaN for a score that is not
+    finite, also where the cap would hide it or -inf would only make the id disappear."""
+    scores = project(hidden, rows, jnp.float32)
+    capped = scores if cap is None else cap * jnp.tanh(scores / cap)
+    return jnp.where(allowed, jnp.where(jnp.isfinite(scores), capped, jnp.nan), -jnp.inf)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from spd_jax.models.decoder import head_logits
 from spd_jax.parallel.mesh import AXIS
 
 
@@ -54,14 +53,6 @@ def local_embedding(rows_VD: Float[Array, "V D"], ids: Int[Array, "..."]) -> Flo
     here, ranks = jax.lax.axis_index(AXIS), jax.lax.axis_size(AXIS)
     mine = ids % ranks == here
     return jnp.where(mine[..., None], rows_VD[ids // ranks], jnp.zeros((), rows_VD.dtype))
-
-
-def masked_logits(
-    hidden: Float[Array, "... D"], rows_VD: Float[Array, "V D"], allowed_V: Array, cap: float | None = None
-) -> Float[Array, "... V"]:
-    """Float32 logits of this rank's ids, capped as the model's are; -inf for ids that must never be emitted or
-    proposed."""
-    return jnp.where(allowed_V, head_logits(hidden, rows_VD, cap), -jnp.inf)
 
 
 def spread_draft(draft_logits: Float[Array, "... U"], draft_row_V: Int[Array, " V"]) -> Float[Array, "... V"]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from spd_jax import struct
 from spd_jax.decode.autoregressive import AutoregressiveDecoder
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Options
@@ -152,6 +153,32 @@ def test_sampled_texts_have_the_targets_distribution_with_any_plan(num_stages: i
     texts, rejected = sample(decoder(num_stages, layout), MODES[name], repeats=320, seed=5)
     assert 0.1 < rejected < 0.9
     assert_drawn_from(texts, exact(MODES[name]))
+
+
+def greedy_text() -> list[int]:
+    """What the target says greedily."""
+    text: list[int] = []
+    for t in range(COUNT):
+        at = sum(token * VOCAB ** (COUNT - 1 - i) for i, token in enumerate(text))
+        text.append(int(enumerated_logits()[at, t].argmax()))
+    return text
+
+
+@pytest.mark.parametrize(("tree", "filters"), [(Tree(), (0, 1.0)), (TREES[0], (4, 0.95))])
+def test_next_to_temperature_0_the_text_is_the_greedy_one(
+    tree: Tree, filters: tuple[int, float], monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever T and the size of the logits: 1/T and logits/T may be infinite, and T 0 in float32."""
+    pipeline = decoder(3, "separate", SMALL)
+    params = pipeline.params
+    for factor in (1, 64):
+        heads = {name: getattr(params, name) * factor for name in ("head", "draft_head")}
+        monkeypatch.setattr(pipeline, "params", struct.replace(params, **heads))
+        for temperature in (5e-324, 1e-40, 1e-8):
+            options = Options(COUNT, Sampling(temperature, *filters), tree=tree)
+            results = pipeline.generate([PROMPT] * ROWS, options).results
+            assert [result.ids for result in results] == [greedy_text()] * ROWS
+            assert any(result.rejected for result in results), "a wrong draft must be there to be refused"
 
 
 def test_ids_that_must_not_occur_leave_the_others_their_proportions():

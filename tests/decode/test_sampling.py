@@ -35,7 +35,7 @@ def filtered(logits: Any, sampling: Sampling) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _filtered(logits: jax.Array, mode: SamplingMode, numbers: SamplingNumbers) -> jax.Array:
-    return log_probs(logits, jnp.arange(logits.shape[-1], dtype=jnp.int32), mode, numbers)
+    return log_probs(logits, jnp.arange(logits.shape[-1], dtype=jnp.int32), mode, numbers)[0]
 
 
 def test_top_k_keeps_the_shape_of_the_distribution():
@@ -78,6 +78,59 @@ def test_ids_that_must_not_occur_have_no_share():
         shares = filtered(logits, sampling)
         assert shares[[1, 3]].tolist() == [0, 0]
         assert shares.sum() == pytest.approx(1, abs=1e-6)
+
+
+# Temperatures: the smallest number of a double and of a float, below and at the smallest normal float, and large ones.
+TEMPERATURES = [5e-324, 1.4e-45, 1e-40, 1.2e-38, 1e-30, 1e-8, 1e-3, 0.3, 30.0, 1e30, 3.4e38, 1e300]
+
+
+@pytest.mark.parametrize("filters", [(0, 1.0), (5, 1.0), (0, 0.9), (5, 0.9)])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_any_temperature_gives_probabilities(temperature: float, filters: tuple[int, float]):
+    """Near 39, where logits divided by a small T are infinite; scaled, far below 0, tied, and in bfloat16."""
+    rng = np.random.default_rng(4)
+    base = rng.standard_normal((6, 61)).astype(np.float32)
+    scales = np.asarray([1, 2.6, 3.6, 8, 64, 1e-3], np.float32)[:, None]
+    logits = np.concatenate([base * scales, base + 39, 1e4 * base - 1e7, np.round(base), base.astype(jnp.bfloat16)])
+    logits[:, 7] = -np.inf
+    got = filtered(logits.astype(np.float32), Sampling(temperature, *filters)).astype(np.float64)
+    np.testing.assert_allclose(got.sum(-1), 1, atol=1e-5)
+    assert (got[:, 7] == 0).all()
+    below = logits.astype(np.float64) - logits.astype(np.float64).max(-1, keepdims=True)
+    if filters == (0, 1.0):
+        with np.errstate(over="ignore"):
+            expected = np.exp(below / temperature)
+        np.testing.assert_allclose(got, expected / expected.sum(-1, keepdims=True), rtol=1e-4, atol=1e-6)
+    first = np.arange(len(got)), logits.argmax(-1)
+    assert (got[first] == got.max(-1)).all()
+    if filters[0]:
+        assert (np.count_nonzero(got, axis=-1) <= filters[0]).all()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1e-40), Sampling(1e-8, 3), Sampling(1e-8, 0, 0.9)])
+def test_a_tiny_temperature_on_a_sharded_vocabulary_is_the_argmax(sampling: Sampling):
+    """A rank without any finite logit has no part in the largest one, though all others are far below 0."""
+    logits = (np.random.default_rng(5).standard_normal((20, 61)) - 300).astype(np.float32)
+    logits[:, 1::3] = -np.inf
+
+    def function(ids: Any, logits: Any) -> Any:
+        return log_probs(logits, ids, sampling.mode, sampling.numbers(), gather_ranks)
+
+    log_p, largest = on_ranks(3, function, share(logits, 3, -np.inf))
+    expected = np.where(np.arange(61) == logits.argmax(-1)[:, None], 0, -np.inf)
+    np.testing.assert_array_equal(unshare(log_p, 61), expected)
+    np.testing.assert_array_equal(largest[0], [logits[:, rank::3].max(-1) for rank in range(3)])
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(0.7, 5), Sampling(0.7, 0, 0.8), Sampling(0.6, 12, 0.9)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_no_filter_hides_what_is_not_a_number(sampling: Sampling, sign: int):
+    """A NaN of either sign makes its row NaN, and no other."""
+    logits = np.random.default_rng(6).standard_normal((3, 61)).astype(np.float32)
+    logits[1, 40] = np.copysign(np.nan, sign)
+    got = filtered(logits, sampling)
+    assert np.isnan(got[1]).all()
+    np.testing.assert_allclose(got[[0, 2]].sum(-1), 1, atol=1e-5)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.3, 5), Sampling(1.0, 0, 0.8), Sampling(0.6, 12, 0.9)])
@@ -136,7 +189,7 @@ def test_a_sharded_vocabulary_gives_the_same_numbers(ranks: int, sampling: Sampl
     logits[::3, rng.integers(0, 61, 30)] = -np.inf
 
     def function(ids: Any, logits: Any) -> Any:
-        return log_probs(logits, ids, sampling.mode, sampling.numbers(), gather_ranks)
+        return log_probs(logits, ids, sampling.mode, sampling.numbers(), gather_ranks)[0]
 
     together = unshare(on_ranks(ranks, function, share(logits, ranks, -np.inf)), 61)
     alone = filtered(logits, sampling)

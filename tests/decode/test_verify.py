@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from spd_jax.decode.sampling import DRAFT, TARGET, best_few, gumbel, one_device, row_keys
+from spd_jax.decode.sampling import DRAFT, TARGET, Sampling, best_few, gumbel, log_probs, one_device, row_keys
 from spd_jax.decode.verify import Siblings, Verdict, verify_by_name, verify_by_trial
 from spd_jax.parallel.mesh import gather_ranks
 from tests.decode.test_sampling import on_ranks, share
@@ -162,6 +162,23 @@ def test_a_q_that_is_nearly_certain_keeps_its_second_sibling_exact():
     accept = np.asarray(verdict.accept)
     assert accept.mean() == pytest.approx(0.5 / 0.75, abs=0.015)  # p (1) = 1/2 against q (1) = 3/4 of what is left
     assert set(np.asarray(verdict.token)[~accept]) == {2}
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-8, 0.01])
+@pytest.mark.parametrize("width", [1, 4])
+def test_at_a_tiny_temperature_only_the_argmax_is_emitted(temperature: float, width: int):
+    """Siblings whose q is 0 in float32 would be accepted: neither q nor what is left of it could tell."""
+    rng = np.random.default_rng(11)
+    logits = (3.6 * rng.standard_normal((2, VOCAB)) + 39).astype(np.float32)
+    sampling, ids = Sampling(temperature), jnp.arange(VOCAB, dtype=jnp.int32)
+    both, _ = log_probs(jnp.asarray(logits), ids, sampling.mode, sampling.numbers())
+    log_p, log_q = (jnp.tile(row, (DRAWS, 1)) for row in both)
+    at = jnp.full((DRAWS,), 4, jnp.int32)
+    for q, right in ((log_q, False), (log_p, True)):
+        siblings = _draw(q, at, keys(), width)
+        verdict = _step(log_p, q, siblings, at, keys())
+        assert (np.asarray(verdict.token) == logits[0].argmax()).all()
+        assert (np.asarray(verdict.accept) == right).all()
 
 
 def test_likeliest_siblings_are_not_tested_as_if_drawn():

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
+from spd_jax.models.decoder import masked_logits
 from spd_jax.parallel.mesh import AXIS, stage_mesh
 from spd_jax.parallel.vocab import (
     draft_rows,
     draft_shares,
     local_embedding,
     local_ids,
-    masked_logits,
     share_rows,
     share_size,
     spread_draft,

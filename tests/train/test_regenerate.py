@@ -1,11 +1,13 @@
 """train/regenerate.py on the tiny target: what it wrote is what plain decoding gives, and one line for errors."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from spd_jax.data.sources import read_conversations
 from spd_jax.weights.load import load_decoder, open_target
@@ -90,3 +92,20 @@ def test_one_clear_line(arguments: list[str], capsys: pytest.CaptureFixture[str]
     assert script.main([*arguments, *more]) == 2
     assert_one_clear_line(capsys.readouterr().err, said)
     assert not Path(arguments[arguments.index("--out") + 1]).exists()
+
+
+def test_numbers_that_overflow_are_an_error_and_no_answers(
+    arguments: list[str], target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Weights that are finite and too large: the answers would all be the id that a NaN leaves."""
+    broken = tmp_path / "broken"
+    shutil.copytree(target, broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], 3e38)
+    save_file(tensors, broken / "model.safetensors")
+    arguments[arguments.index("--target") + 1] = str(broken)
+    assert script.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "error: answers to conversations [" in said
+    assert "the final norm or the head produced NaN or infinity" in said
+    assert not rows_of(Path(arguments[arguments.index("--out") + 1]))
