@@ -35,6 +35,21 @@ class RopeConfig:
     truncate: bool = True
     partial_rotary_factor: float = 1.0
 
+    def reach(self, max_position: int) -> int:
+        """Positions that the scaling makes usable, of a model whose config says `max_position`.
+
+        `linear` multiplies what the config says; `yarn` its original length, unless the config says more already; so
+        does `llama3`, but there a config that says more than the original length means the scaled one, whatever the
+        factor (Llama 3.2: original 8,192, factor 32, made for 131,072).
+        """
+        if self.kind == "linear":
+            return int(max_position * self.factor)
+        if self.kind in ("yarn", "llama3"):
+            original = self.original_max_position or max_position
+            scaled = int(original * self.factor)
+            return max_position if self.kind == "llama3" and max_position > original else max(max_position, scaled)
+        return max_position
+
 
 @dataclasses.dataclass(frozen=True)
 class NormConfig:
@@ -183,10 +198,10 @@ class LayerConfig:
 class ModelConfig:
     """A target model: its layers, its vocabulary and its special tokens.
 
-    `vocab_size` is the number of embedding rows; `max_position` the number of positions the model was made for;
-    `eos_token_ids` every id that ends a generation (may be empty). Embeddings are multiplied by `embedding_scale`;
-    `logit_cap` c makes c tanh(z / c) of a logit z. `dense_size` is the width of the MLP that a dense layer would have,
-    where the description of a model without dense layers gives one.
+    `vocab_size` is the number of embedding rows; `max_position` is what the config says of positions, `context` how
+    many can be used; `eos_token_ids` every id that ends a generation (may be empty). Embeddings are multiplied by
+    `embedding_scale`; `logit_cap` c makes c tanh(z / c) of a logit z. `dense_size` is the width of the MLP that a dense
+    layer would have, where the description of a model without dense layers gives one.
     """
 
     family: str
@@ -209,6 +224,15 @@ class ModelConfig:
     def num_layers(self) -> int:
         """Layers L."""
         return len(self.layers)
+
+    @property
+    def context(self) -> int:
+        """Positions that can be used: those of the config, or more where rotary embeddings are scaled in every layer.
+
+        Gemma 3 scales those of the layers that attend to everything only, and its config says the scaled length.
+        """
+        ropes = {layer.mixer.rope for layer in self.layers if isinstance(layer.mixer, AttentionConfig)}
+        return min((rope.reach(self.max_position) for rope in ropes), default=self.max_position)
 
     @property
     def hidden_size(self) -> int:

@@ -27,7 +27,8 @@ class PipelineConfig:
         num_draft_layers: draft layers of a head made from the target (default 3); a head folder has its own.
         devices: how many devices there are, simulated on the CPU; left out, those that JAX finds.
         dtype: of weights and caches.
-        max_length: longest sequence, prompt included (default: the positions that the model was made for).
+        max_length: longest sequence, prompt included (default and most: the positions that the model was made for,
+            with those that a scaling of its rotary embedding adds).
         cycles_per_dispatch: cycles between two looks of the host; changes how text streams, never what it is.
         prefill_chunk: prompt tokens that a stage works on at a time.
         compilation_cache: folder where compiled programs are kept for the next run.

@@ -92,7 +92,7 @@ class AutoregressiveDecoder(StreamingDecoder[StepState]):
         watch: Watch | None = None,
     ):
         self.config = decoder.config
-        longest = decoder.config.max_position if max_length is None else max_length
+        longest = decoder.config.context if max_length is None else max_length
         super().__init__(self.config.vocab_size, longest, steps_per_dispatch, prefill_chunk, spare=0, watch=watch)
         self.steps_per_dispatch = steps_per_dispatch
         self._capacity_step = capacity_step

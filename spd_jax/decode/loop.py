@@ -57,7 +57,7 @@ class PipelineDecoder(StreamingDecoder[DecodeState]):
         prefill_chunk: int = 128,
         watch: Watch | None = None,
     ):
-        longest = program.target.max_position
+        longest = program.target.context
         if max_length is not None and not 1 < max_length <= longest:
             raise ValueError(f"max_length must lie in 2..{longest} (the model's positions), found {max_length}")
         super().__init__(

@@ -121,9 +121,9 @@ def open_regeneration(config: RegenerateConfig) -> Regeneration:
         )
     if not weights.config.eos_token_ids:
         raise ValueError(f"{config.target}: the model names no id that ends a turn, so answers would never end")
-    if config.max_length > weights.config.max_position:
+    if config.max_length > weights.config.context:
         raise ValueError(
-            f"max_length {config.max_length} is above the {weights.config.max_position} positions of {config.target}"
+            f"max_length {config.max_length} is above the {weights.config.context} positions of {config.target}"
         )
     facts = {name: value for name, value in dataclasses.asdict(config).items() if name not in NOT_FACTS}
     digests = {

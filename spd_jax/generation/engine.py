@@ -178,7 +178,7 @@ def open_engine(config: EngineConfig) -> Engine:
     plan = _plan(config, weights.config.num_layers, manifest)
     beside = (plan.num_stages, "--layout beside") if plan.layout == "separate" else None
     mesh = stage_mesh(plan.num_ranks, fewer=beside)
-    longest = weights.config.max_position
+    longest = weights.config.context
     if config.max_length is not None and not 1 < config.max_length <= longest:
         raise ValueError(f"max_length must lie in 2..{longest} (the model's positions), found {config.max_length}")
     return Engine(

@@ -168,6 +168,7 @@ def test_the_published_configs_of_gemma3_leave_out_what_equals_the_defaults():
     assert (far.num_heads, far.num_kv_heads, far.head_dim, far.window, near.window) == (8, 4, 256, None, 1024)
     assert far.rope == RopeConfig(theta=1e6, kind="linear", factor=8.0)
     assert near.rope == RopeConfig(theta=1e4)
+    assert config.context == 131072  # as published, and not eight times as much
     assert (config.eos_token_ids, config.tie_embeddings, config.embedding_scale) == ((1, 106), True, 2560**0.5)
 
 

@@ -72,6 +72,27 @@ def test_llama3_scaling_reads_the_same_in_the_old_and_the_new_form():
     assert rope_of(new) == rope_of(old) == wanted
 
 
+@pytest.mark.parametrize(
+    ("positions", "rope", "context"),
+    [
+        (64, None, 64),
+        (64, {"type": "linear", "factor": 4}, 256),
+        (64, {"rope_type": "yarn", "factor": 4.0}, 256),
+        (64, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        (40960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),  # Qwen3
+        (131072, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        (256, {"rope_type": "yarn", "original_max_position_embeddings": 64}, 256),
+        (131072, LLAMA3 | {"factor": 8.0, "original_max_position_embeddings": 8192}, 131072),  # Llama 3.1
+        (131072, LLAMA3 | {"factor": 32.0, "original_max_position_embeddings": 8192}, 131072),  # Llama 3.2
+        (64, LLAMA3 | {"factor": 4.0}, 256),
+    ],
+)
+def test_the_usable_context_has_what_the_scaling_adds_once(positions: int, rope: Any, context: int):
+    assert read(max_position_embeddings=positions, rope_scaling=rope).context == context
+    parameters = None if rope is None else {"rope_theta": 1e4} | rope
+    assert read(max_position_embeddings=positions, rope_parameters=parameters).context == context
+
+
 def test_linear_scaling_in_its_oldest_form():
     assert rope_of(read(rope_scaling={"type": "linear", "factor": 2})) == RopeConfig(kind="linear", factor=2.0)
 

@@ -41,6 +41,25 @@ def test_inverse_frequencies_equal_those_of_transformers(kind: str, head_dim: in
     assert factor == pytest.approx(theirs.attention_scaling)
 
 
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+def test_angles_beyond_the_configs_positions_equal_those_of_transformers(kind: str, spelling: str):
+    """64 positions by the config, 256 by a factor of 4: cosines and sines at all of them."""
+    import torch
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    changes = {"factor": 4.0} | ({"original_max_position_embeddings": 64} if kind == "yarn" else {})
+    rope = {**KINDS[kind], "rope_type": kind, **changes}
+    fields = LLAMA | {"max_position_embeddings": 64, spelling: rope, "rope_theta": 1e4}
+    config = read_config(fields, "config.json")
+    assert config.context == 256
+    table = rope_table(config.layers[0].attention, jnp.arange(256, dtype=jnp.int32)[None])
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**fields))(torch.zeros(1), torch.arange(256)[None])
+    for ours, wanted in zip((table.cos, table.sin), theirs, strict=True):
+        np.testing.assert_allclose(ours[0], wanted[0, :, :4].numpy(), atol=2e-5)
+
+
 def test_rotation_pairs_the_halves_not_the_neighbours():
     """E05: interleaved instead of half-split layout gives an acceptance length of one."""
     x, position, theta = np.arange(1.0, 9.0), 3, 10000.0

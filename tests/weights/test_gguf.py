@@ -140,7 +140,9 @@ def test_linear_and_yarn_scalings_are_read_from_the_metadata(tmp_path: Path):
     """E03: yarn with its attention factor."""
     prefix = "llama.rope.scaling."
     write_gguf(tmp_path / "a.gguf", random_llama(), fields={prefix + "type": "linear", prefix + "factor": 4.0})
-    assert open_target(tmp_path / "a.gguf").config.layers[0].attention.rope == RopeConfig(kind="linear", factor=4.0)
+    linear = open_target(tmp_path / "a.gguf").config
+    assert linear.layers[0].attention.rope == RopeConfig(kind="linear", factor=4.0)
+    assert linear.context == 4 * linear.max_position
     yarn = {prefix + "type": "yarn", prefix + "factor": 4.0, prefix + "original_context_length": 32}
     model = random_llama(
         rope_parameters={
