@@ -43,8 +43,10 @@ class Prepared:
 
     def summary(self) -> list[tuple[str, str, str]]:
         """Lines for a table: what, how many, and a remark."""
-        counts, splits, sources = self.manifest["counts"], self.manifest["splits"], self.manifest["about"]["sources"]
-        given = sources[0] if len(sources) == 1 else ""  # of one source the place in it is enough
+        counts, splits = self.manifest["counts"], self.manifest["splits"]
+        sources = self.manifest["about"].get("sources")
+        alone = isinstance(sources, list) and len(sources) == 1 and isinstance(sources[0], str)
+        given = sources[0] if alone else ""  # of one source the place in it is enough
         lines = [("rows read", counts["rows"], "")]
         for reason, number in sorted(counts["skipped"].items(), key=lambda item: (-item[1], item[0])):
             first = counts["first"][reason].removeprefix(given).lstrip(": ")
@@ -52,7 +54,8 @@ class Prepared:
         lines.append(("conversations kept", counts["kept"], ""))
         lines.append((f"cut at {self.manifest['spec']['max_length']} tokens", counts["cut"], "of those kept"))
         lines.append(("assistant turns left out", counts["turns_left_out"], "not as generation would see them"))
-        for name, split in splits.items():
+        for name in ("train", "held_out"):
+            split = splits[name]
             if split["rows"]:
                 lines.append((f"{name}: conversations", split["rows"], ""))
                 lines.append((f"{name}: tokens", split["tokens"], ""))

@@ -6,6 +6,7 @@ Makes text and files; printing is the script's business.
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,7 +39,11 @@ class Reporter:
         log = Log(self._path / LOG_FILE).read()
         if any(line["kind"] == "step" for line in log):
             title = f"{Path(self._config.target).name}, n = {self._plan.num_stages}, Ls = {self._plan.num_draft_layers}"
-            write_whole(self._path / CURVES, draw_curves(log, title))
+            try:
+                write_whole(self._path / CURVES, draw_curves(log, title))
+            except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # a log that others have edited
+                text = f"the curves of {self._path / LOG_FILE} cannot be drawn ({type(error).__name__}: {error})"
+                warnings.warn(text, stacklevel=2)
 
     def line(self, event: Event) -> str | None:
         """A line worth printing: every look at held-out data, a step from time to time."""
