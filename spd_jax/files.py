@@ -14,14 +14,16 @@ def read_text(path: str | Path) -> str:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not UTF-8; names the file, the place and, where the contents tell it, the cause.
+        ValueError: it is not UTF-8, or something that stands in for a file; names the file, the place and the cause.
     """
     data = Path(path).read_bytes()
+    if data and (cause := likely_cause(data)):
+        raise ValueError(f"{path}: not the file that it should be{cause}")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         found = f"byte 0x{data[error.start]:02x} at offset {error.start}"
-        raise ValueError(f"{path}: not UTF-8 text ({found}){likely_cause(data)}") from error
+        raise ValueError(f"{path}: not UTF-8 text ({found}); save it as UTF-8") from error
 
 
 def read_json(path: str | Path) -> Any:
@@ -38,6 +40,26 @@ def read_json(path: str | Path) -> Any:
         raise ValueError(f"{path}: not valid JSON: {error}{likely_cause(text.encode())}") from error
 
 
+def read_object(path: str | Path) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+        OSError, ValueError: as `read_json`, or it holds something else.
+    """
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected an object, found a {type(found).__name__}")
+    return found
+
+
+def cause_of(path: str | Path) -> str:
+    """`likely_cause` of a file that a library could not read; says so of a folder."""
+    if Path(path).is_dir():
+        return "; it is a folder, expected a file"
+    with Path(path).open("rb") as file:
+        return likely_cause(file.read(4096))
+
+
 def likely_cause(data: bytes) -> str:
     """What a file is instead of what it should be, to be added to an error; empty where nobody can tell."""
     if not data:
@@ -46,6 +68,8 @@ def likely_cause(data: bytes) -> str:
         return "; it is a Git LFS pointer, not the file itself: fetch that with `git lfs pull`"
     if data[:200].lstrip().lower().startswith((b"<!doctype html", b"<html")):
         return "; it is a web page, perhaps that of a download that was refused"
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "; it is UTF-16 text: save it as UTF-8"
     if not any(data[:4096]):
         return "; it holds zeros only, as a download that was broken off leaves it"
     return ""

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
-from spd_jax.files import read_json
+from spd_jax import files
 
 FORMAT = "spd_jax prepared conversations"
 FORMAT_VERSION = 1  # raise it when the same sources and options would give other rows
@@ -198,12 +198,9 @@ def read_object(file: Path) -> dict[str, Any]:
         PreparedError: something else is in it.
     """
     try:
-        tree = read_json(file)
+        return files.read_object(file)
     except ValueError as error:
         raise PreparedError(str(error)) from error
-    if not isinstance(tree, dict):
-        raise PreparedError(f"{file}: expected an object, found a {type(tree).__name__}")
-    return tree
 
 
 def check_shard(path: Path, shard: Mapping[str, Any]) -> None:
@@ -211,9 +208,8 @@ def check_shard(path: Path, shard: Mapping[str, Any]) -> None:
     file = path / shard["file"]
     size = file.stat().st_size if file.is_file() else None
     if size != shard["bytes"]:
-        raise PreparedError(
-            f"{file}: {'missing' if size is None else f'{size} bytes'}, expected {shard['bytes']} bytes"
-        )
+        found = "missing" if size is None else f"{size} bytes{files.cause_of(file)}"
+        raise PreparedError(f"{file}: {found}, expected {shard['bytes']} bytes")
 
 
 def shard_columns(path: Path, shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from typing import Any
 import ijson
 
 from spd_jax.data.conversations import Conversation, ConversationError, Skipped, parse_conversation
+from spd_jax.files import likely_cause
 from spd_jax.weights.location import PACKAGE, resolve
 
 CUT_OFF = "file is cut off"
@@ -39,6 +40,7 @@ BROKEN_IDS = "broken ids"
 SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
+_GZIP = b"\x1f\x8b"
 _BOM = b"\xef\xbb\xbf"
 _Row = tuple[str, Any] | Skipped  # origin and record
 
@@ -115,6 +117,12 @@ def _rows(source: str | Path, split: str | None, skip_invalid: bool) -> Iterator
         return
     _refuse_split(source, split)
     kind = _kind(path)
+    with path.open("rb") as file:
+        begin = file.read(4096)
+    if begin and (cause := likely_cause(begin)):
+        raise SourceError(f"{source}: no conversations{cause}")
+    if begin and kind.endswith(".gz") and not begin.startswith(_GZIP):
+        raise SourceError(f"{source}: no gzip file, whatever its name says")
     if kind == ".parquet":
         yield from _parquet_rows(path, str(source))
         return

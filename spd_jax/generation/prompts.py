@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from spd_jax.files import likely_cause
 from spd_jax.weights.tokenizer import Tokenizer
 
 KEYS = ("prompt", "turns", "prompt_ids")
@@ -69,6 +70,8 @@ def parse_prompts(data: bytes, origin: str, limit: int | None = None) -> list[Pr
         PromptError: a line that is not UTF-8, not JSON, no object, without exactly one of the keys, with a value of a
             wrong type or an empty one; or no prompt at all.
     """
+    if data and (cause := likely_cause(data)):
+        raise PromptError(f"{origin}: no file of prompts{cause}")
     prompts = []
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if limit is not None and len(prompts) >= limit:

@@ -19,6 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from spd_jax.files import cause_of
 from spd_jax.published.convert import PublishedHead
 from spd_jax.weights.errors import listed
 
@@ -36,7 +37,7 @@ def read_torch_file(path: str | Path) -> PublishedHead:
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path}: no file of torch.save, or cut short (expected a zip archive)")
+        raise ValueError(f"{path}: no file of torch.save, or cut short (expected a zip archive){cause_of(path)}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of other archives; they fail below

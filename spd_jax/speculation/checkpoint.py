@@ -25,6 +25,7 @@ import safetensors.numpy
 from flax import nnx
 
 from spd_jax.config.model import ModelConfig
+from spd_jax.files import cause_of
 from spd_jax.plan import StagePlan
 from spd_jax.speculation.manifest import (
     CONFIG_FILE,
@@ -212,7 +213,7 @@ def _check_finite(path: Path, name: str, value: np.ndarray) -> None:
 def _read_module(file: Path, config: HeadConfig, stored: str, dtype: Any) -> SpeculationModule:
     """The module from its tensors, each checked by name, shape, dtype and finite values before anything is used."""
     if not file.is_file():
-        raise ValueError(f"{file} is missing")
+        raise ValueError(f"{file} is missing" + (cause_of(file) if file.exists() else ""))
     try:
         module = nnx.eval_shape(lambda: SpeculationModule(config, dtype=dtype, rngs=nnx.Rngs(0)))
     except (ArithmeticError, TypeError, ValueError) as error:
@@ -239,5 +240,5 @@ def _read_module(file: Path, config: HeadConfig, stored: str, dtype: Any) -> Spe
                 _check_finite(file, name, value)
                 param.set_value(jnp.asarray(value).astype(dtype))
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{file} is cut short or no safetensors file: {error}") from error
+        raise ValueError(f"{file} is cut short or no safetensors file: {error}{cause_of(file)}") from error
     return module

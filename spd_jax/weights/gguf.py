@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
+from spd_jax.files import cause_of
 from spd_jax.models.shapes import Shape
 from spd_jax.weights.errors import WeightsError, listed
 from spd_jax.weights.gguf_header import read_header
@@ -42,7 +43,7 @@ class GgufFile:
         try:
             header = read_header(path)
         except ValueError as error:
-            raise WeightsError(f"{path}: {error}; it has {path.stat().st_size} bytes") from error
+            raise WeightsError(f"{path}: {error}; it has {path.stat().st_size} bytes{cause_of(path)}") from error
         self.metadata: Mapping[str, Any] = header.metadata
         self._data = np.frombuffer(header.data, np.uint8)
         self._tensors = header.tensors

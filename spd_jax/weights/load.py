@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spd_jax.config.model import ModelConfig
-from spd_jax.files import read_json
+from spd_jax.files import read_object
 from spd_jax.models.decoder import Decoder
 from spd_jax.models.family import Family
 from spd_jax.models.presets import preset_file
@@ -100,12 +100,7 @@ def _open_folder(folder: Path) -> TargetWeights:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    fields = read_json(path)
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path}: expected an object, found a {type(fields).__name__}")
-    return fields
+    return read_object(path) if path.exists() else None
 
 
 def canonical_path(path: Iterable[Any]) -> str:

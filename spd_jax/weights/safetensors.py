@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from spd_jax.files import likely_cause, read_json
+from spd_jax.files import cause_of, read_object
 from spd_jax.models.shapes import Shape
 from spd_jax.weights.errors import WeightsError, listed
 
@@ -117,11 +117,11 @@ def _files(folder: Path) -> dict[Path, list[str]]:
 
 def _indexed(index: Path) -> dict[Path, list[str]]:
     try:
-        weight_map: dict[str, str] = read_json(index)["weight_map"]
+        weight_map: Any = read_object(index).get("weight_map")
     except ValueError as error:
         raise WeightsError(str(error)) from error
-    except (KeyError, TypeError) as error:
-        raise WeightsError(f"{index}: not a safetensors index ({type(error).__name__}: {error})") from error
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise WeightsError(f"{index}: not a safetensors index: weight_map should name the file of each tensor")
     wanted: dict[str, list[str]] = {}
     for key, shard in weight_map.items():
         wanted.setdefault(shard, []).append(key)
@@ -142,6 +142,4 @@ def _open(path: Path) -> Any:
         return safe_open(str(path), framework="numpy")
     except (SafetensorError, OSError) as error:
         size = path.stat().st_size
-        with path.open("rb") as file:
-            cause = likely_cause(file.read(4096))
-        raise WeightsError(f"{path}: damaged or truncated ({size} bytes): {error}{cause}") from error
+        raise WeightsError(f"{path}: damaged or truncated ({size} bytes): {error}{cause_of(path)}") from error

@@ -9,18 +9,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from spd_jax.files import read_json
+from spd_jax.files import read_object, read_text
 from spd_jax.weights.gguf import GgufFile
 from spd_jax.weights.gguf_tokenizer import build_tokenizer
 from spd_jax.weights.location import resolve
 
 MOST_IDS = 2**24  # the largest vocabularies have 2**18; tokenizers keeps a place for every id
+_SMALL = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -131,14 +132,19 @@ def load_tokenizer(location: str | Path) -> Tokenizer:
     return wrap_tokenizer(inner, str(path))
 
 
-def _unreadable(path: Path, error: Exception) -> ValueError:
-    """What is wrong with a tokenizer: the file that is no JSON where there is one, else what the library says."""
-    for file in sorted(path.glob("*.json")) if path.is_dir() else ():
-        if file.name in _FILES or "token" in file.name:
-            try:
-                read_json(file)
-            except ValueError as wrong:
-                return wrong
+def _check_files(folder: Path, names: Iterable[str]) -> None:
+    """Read files of a tokenizer as what they should be, since transformers takes some damage for no file at all."""
+    for file in (folder / name for name in names):
+        if file.exists():
+            _ = read_object(file) if file.suffix == ".json" else read_text(file)
+
+
+def _unreadable(path: Path, error: Exception) -> Exception:
+    """What is wrong with a tokenizer: its largest file where that is no JSON object, else what the library says."""
+    try:
+        _check_files(path, _FILES[:1])
+    except (OSError, ValueError) as wrong:
+        return wrong
     return ValueError(f"{path}: its tokenizer cannot be read: {' '.join(str(error).split()):.300}")
 
 
@@ -167,6 +173,7 @@ def _refuse_surrogates(text: str) -> None:
 def _of_folder(folder: Path) -> Any:
     if not any((folder / name).exists() for name in _FILES):
         raise FileNotFoundError(f"{folder}: holds no tokenizer (looked for {', '.join(_FILES)})")
+    _check_files(folder, _SMALL)
     if (folder / "tokenizer.json").exists():
         # Exactly what the file says; AutoTokenizer's classes rebuild parts of it from their own rules.
         return PreTrainedTokenizerFast.from_pretrained(folder)
