@@ -20,6 +20,7 @@ from spd_jax.decode.heads import answer_greedy, both_logits
 from spd_jax.decode.programs import SHARDED, local_params, params_spec
 from spd_jax.decode.sampling import best
 from spd_jax.decode.verify import Siblings
+from spd_jax.defaults import GENERATOR
 from spd_jax.models.decoder import Ropes, head_logits, run_layers
 from spd_jax.nn.attention import attend_prefix_and_rows, cache_layout
 from spd_jax.nn.layers import Attend, rms_norm
@@ -46,7 +47,7 @@ def draft_alone(
     changes = [k for k in range(1, rows) if k == 1 or types[k] != types[k - 1]]
     positions = context + jnp.arange(rows, dtype=jnp.int32)[None]
     mask = jnp.tril(jnp.ones((1, rows, rows), bool))
-    key = jax.random.key(0)
+    key = jax.random.key(0, impl=GENERATOR)
     taps = jax.random.normal(key, (1, rows, len(config.anchors), size), head_rows.dtype)
     attention = kind.attention
     front = (1, attention.num_kv_heads)

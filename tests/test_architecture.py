@@ -115,6 +115,21 @@ def test_every_module_says_what_it_is():
     assert not silent, f"no module docstring: {silent}"
 
 
+def test_what_hangs_on_jaxs_settings_is_made_in_one_place():
+    """Keys and draws of the process's generator, and programs of the process's precision and types."""
+    drawn = re.compile(r"jax\.random\.(key|PRNGKey|bits|uniform|gumbel|categorical|choice|split|permutation)\b")
+    found = []
+    for path in sources(*SHIPPED):
+        if path == ROOT / LIBRARY / "defaults.py":
+            continue
+        for number, line in enumerate(lines_of(path), start=1):
+            named = "impl=" in line
+            compiled = path.is_relative_to(ROOT / LIBRARY) and re.search(r"(?<![`\w])(jax|nnx)\.jit\b", line)
+            if compiled or (drawn.search(line) and not named):
+                found.append(place(path, number))
+    assert not found, f"use key, uniform, gumbel and jit of {LIBRARY}/defaults.py: {found}"
+
+
 def test_the_library_does_not_print():
     found = [
         place(path, node.lineno)

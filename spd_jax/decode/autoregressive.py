@@ -34,6 +34,7 @@ from spd_jax.decode.sampling import (
     row_keys,
 )
 from spd_jax.decode.state import IDLE, UNDRAFTED, Log, empty_log, undrafted_entry
+from spd_jax.defaults import jit
 from spd_jax.models.decoder import Decoder, Ropes, embed, run_layers
 from spd_jax.nn.attention import PREFILL_BLOCK, attend_by_position, cache_layout
 from spd_jax.nn.deltanet import Memory, Recurrence
@@ -122,8 +123,8 @@ class AutoregressiveDecoder(StreamingDecoder[StepState]):
                 self._graphdef, mode, with_log_probs, self.steps_per_dispatch, self.prefill_chunk, self._dtype
             )
             self._programs[key] = (
-                jax.jit(body.prefill, donate_argnums=2),
-                jax.jit(body.dispatch, donate_argnums=2),
+                jit(body.prefill, donate_argnums=2),
+                jit(body.dispatch, donate_argnums=2),
             )
         return self._programs[key]
 
@@ -321,7 +322,7 @@ class _Programs:
         return state, log
 
 
-@functools.partial(jax.jit, static_argnums=1)
+@functools.partial(jit, static_argnums=1)
 def grow_steps(state: StepState, capacity: int) -> StepState:
     """The same state with caches of another capacity."""
     return struct.replace(state, caches=grow_caches(state.caches, capacity))

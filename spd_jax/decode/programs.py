@@ -22,6 +22,7 @@ from spd_jax.decode.heads import Mode
 from spd_jax.decode.prefill import prefill
 from spd_jax.decode.sampling import row_keys
 from spd_jax.decode.state import DecodeState, Log, empty_log
+from spd_jax.defaults import jit
 from spd_jax.parallel.mesh import AXIS, sharded
 from spd_jax.parallel.stack import PipelineParams, Program
 from spd_jax.parallel.vocab import local_ids
@@ -98,7 +99,7 @@ def make_prefill(program: Program, mode: Mode, mesh: Mesh, chunk: int) -> Callab
         in_specs=(params_spec(), REPLICATED, SHARDED, *[REPLICATED] * 5),
         out_specs=(state_spec(mode), REPLICATED, REPLICATED),
     )
-    return jax.jit(mapped, donate_argnums=2)
+    return jit(mapped, donate_argnums=2)
 
 
 def make_dispatch(program: Program, mode: Mode, mesh: Mesh, cycles: int) -> Callable[..., tuple[DecodeState, Log]]:
@@ -131,10 +132,10 @@ def make_dispatch(program: Program, mode: Mode, mesh: Mesh, cycles: int) -> Call
         in_specs=(params_spec(), REPLICATED, state_spec(mode), REPLICATED),
         out_specs=(state_spec(mode), REPLICATED),
     )
-    return jax.jit(mapped, donate_argnums=2)
+    return jit(mapped, donate_argnums=2)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+@functools.partial(jit, static_argnums=(0, 1, 2, 3, 4, 5))
 def make_caches(
     program: Program, mesh: Mesh, batch: int, capacity: int, width: int, dtype: Any
 ) -> tuple[LayerCache, ...]:
@@ -147,7 +148,7 @@ def make_caches(
     return jax.lax.with_sharding_constraint(caches, sharded(mesh))
 
 
-@functools.partial(jax.jit, static_argnums=1)
+@functools.partial(jit, static_argnums=1)
 def grow_state(state: DecodeState, capacity: int) -> DecodeState:
     """The same state with caches of another capacity (the placement is kept)."""
     return struct.replace(state, caches=tuple(grow_layer_cache(cache, capacity) for cache in state.caches))

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from spd_jax import struct
+from spd_jax import defaults, struct
 
 # What a random number is used for; part of its key.
 DRAFT, ACCEPT, RESIDUAL, TARGET = 0, 1, 2, 3
@@ -217,14 +217,13 @@ def best_of_ranks(values_R: Float[Array, "R ..."], ids_R: Int[Array, "R ..."]) -
 
 def row_keys(seeds_B: UInt32[Array, " B"]) -> Array:
     """The base key of every sequence."""
-    return jax.vmap(jax.random.key)(seeds_B)
+    return defaults.key(seeds_B)
 
 
 def _keys(keys_B: Array, positions_B: Int[Array, " B"], *purpose: int) -> Array:
     def of_row(key: Array, position: Array) -> Array:
-        key = jax.random.fold_in(key, position)
-        for number in purpose:
-            key = jax.random.fold_in(key, number)
+        for number in (position, *purpose):
+            key = defaults.fold(key, number)
         return key
 
     return jax.vmap(of_row)(keys_B, positions_B)
@@ -233,7 +232,7 @@ def _keys(keys_B: Array, positions_B: Int[Array, " B"], *purpose: int) -> Array:
 def uniform(keys_B: Array, positions_B: Int[Array, " B"], purpose: int, trial: int = 0) -> Float[Array, " B"]:
     """One uniform number in [0, 1) for every sequence (and trial)."""
     numbers = (purpose, trial) if trial else (purpose,)
-    return jax.vmap(jax.random.uniform)(_keys(keys_B, positions_B, *numbers))
+    return jax.vmap(defaults.uniform)(_keys(keys_B, positions_B, *numbers))
 
 
 def gumbel(
@@ -247,12 +246,12 @@ def gumbel_rows(
     keys_B: Array, positions_B: Int[Array, " B"], purpose: int, draw_BW: Int[Array, "B W"], ids: Int[Array, " V"]
 ) -> Float[Array, "B W V"]:
     """`gumbel` for W draws of a position, each with a number of its own."""
-    keys_BW = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(_keys(keys_B, positions_B, purpose), draw_BW)
+    keys_BW = jax.vmap(jax.vmap(defaults.fold, (None, 0)))(_keys(keys_B, positions_B, purpose), draw_BW)
     return _gumbel(keys_BW.reshape(-1), ids).reshape(*draw_BW.shape, -1)
 
 
 def _gumbel(keys_B: Array, ids: Array) -> Array:
     def of_id(key: Array, token: Array) -> Array:
-        return jax.random.gumbel(jax.random.fold_in(key, token))
+        return defaults.gumbel(defaults.fold(key, token))
 
     return jax.vmap(jax.vmap(of_id, (None, 0)), (0, None if ids.ndim == 1 else 0))(keys_B, ids)

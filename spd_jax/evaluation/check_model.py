@@ -17,6 +17,7 @@ from flax import nnx
 
 from spd_jax.config.check_model import CheckModelConfig
 from spd_jax.config.model import ModelConfig
+from spd_jax.defaults import jit
 from spd_jax.parallel.platform import find_devices
 from spd_jax.published.torch_file import import_torch
 from spd_jax.weights.load import load_decoder, open_target
@@ -97,7 +98,7 @@ def _ours(decoder: nnx.Module, ids: np.ndarray) -> tuple[list[np.ndarray], np.nd
         hiddens = model.hidden_states(ids)
         return [*hiddens[:-1], model.final_norm(hiddens[-1])], model.logits(hiddens[-1])
 
-    hiddens, logits = jax.device_get(jax.jit(run)(state, jnp.asarray(ids)))
+    hiddens, logits = jax.device_get(jit(run)(state, jnp.asarray(ids)))
     return hiddens, logits
 
 

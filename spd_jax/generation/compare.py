@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from spd_jax.decode.batch import bucket
+from spd_jax.defaults import jit
 from spd_jax.models.decoder import Decoder
 
 FLOAT32_MARGIN, BFLOAT16_MARGIN, BFLOAT16_STEP = 1e-4, 1e-2, 2.0**-8
@@ -88,7 +89,7 @@ def teacher_forced_logits(model: Decoder, allowed: np.ndarray) -> Logits:
     """Logits of a model after any ids; ids where `allowed` `[V]` is false get -inf."""
     graphdef, state = nnx.split(model)
 
-    @jax.jit
+    @jit
     def last_row(state: Any, ids: jax.Array, last: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, state)
         return model.logits(model.hidden_states(ids[None])[-1][0, last])

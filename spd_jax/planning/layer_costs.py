@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from spd_jax.config.model import AttentionConfig, LayerConfig
+from spd_jax.defaults import jit
 from spd_jax.models.decoder import Ropes, head_logits, run_layers
 from spd_jax.models.shapes import num_parameters
 from spd_jax.nn.attention import attend_by_position, cache_layout
@@ -55,7 +56,7 @@ def measure_products(sizes: Iterable[tuple[int, int, int]], dtype: Any) -> dict[
         tables = [jnp.asarray(rng.standard_normal((outputs, inputs), np.float32), dtype) for _ in range(copies)]
         x = jnp.asarray(rng.standard_normal((rows, inputs), np.float32), dtype)
 
-        @jax.jit
+        @jit
         def run(tables: list[Array], x: Array) -> Array:
             def body(step: Array, x: Array) -> Array:
                 for table in tables:
@@ -95,7 +96,7 @@ def _layer_loop(kind: LayerConfig, states: list[Any], rows: int, setting: Settin
         length, new = jnp.full((batch,), context, jnp.int32), cache_layout(new_k, new_v)
         return attend_by_position(q, (k, v), length, new, positions, positions, config), new
 
-    @jax.jit
+    @jit
     def run(states: list[Any], x: Array, kept: Any) -> Array:
         def body(step: Array, x: Array) -> Array:
             layers = [nnx.merge(graphdef, state) for state in states]

@@ -22,6 +22,7 @@ from jaxtyping import Array
 from spd_jax.config.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig, RopeConfig
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.tree import Tree
+from spd_jax.defaults import jit
 from spd_jax.models.shapes import parameter_shapes
 from spd_jax.parallel.mesh import AXIS, stage_mesh, varying
 from spd_jax.parallel.stack import make_program, stack_params
@@ -189,7 +190,7 @@ def _collective(ranks: int, size: int) -> tuple[float, float]:
 
             return jax.lax.fori_loop(0, COLLECTIVES, body, x)
 
-        mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec(AXIS)))
+        mapped = jit(jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec(AXIS)))
         start = jax.device_put(jnp.ones((ranks, count), jnp.float32), jax.NamedSharding(mesh, PartitionSpec(AXIS)))
         return Timed(str(count), lambda: mapped(start), COLLECTIVES)
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from spd_jax.defaults import jit
 from spd_jax.speculation.module import SpeculationModule
 from spd_jax.training.rows import Rows
 from spd_jax.training.step import Programs
@@ -39,7 +40,7 @@ def fit_projections(programs: Programs, module: SpeculationModule, layer: int, b
     anchors, size = (*module.config.anchors, layer), module.config.layer.hidden_size
     activations = jnp.dtype(programs.options.activations)
 
-    @jax.jit
+    @jit
     def products(target: FrozenTarget, rows: Rows) -> Array:
         taps, _ = target_pass(target, rows, anchors, activations)
         flat = jnp.concatenate(taps, axis=-1).astype(jnp.float32).reshape(-1, len(anchors) * size)

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from spd_jax import struct
+from spd_jax.defaults import jit
 from spd_jax.plan import StagePlan
 from spd_jax.speculation.module import SpeculationModule
 from spd_jax.speculation.staircase import staircase_of
@@ -98,9 +99,9 @@ class Programs:
         )
         self.target = place(target, mesh, self._target_specs)
         self._tables = place(self._vocabulary_tables(), mesh, PartitionSpec())
-        self.accumulate = jax.jit(self._accumulate, donate_argnums=0)
-        self.update = jax.jit(self._update, donate_argnums=0)
-        self.figures = jax.jit(self._figures)
+        self.accumulate = jit(self._accumulate, donate_argnums=0)
+        self.update = jit(self._update, donate_argnums=0)
+        self.figures = jit(self._figures)
 
     def start(self, module: SpeculationModule) -> TrainState:
         """The state before the first update, from a module of the kind that the programs were made for."""
@@ -111,7 +112,7 @@ class Programs:
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
         # Its zeros depend on nothing, so by default they would all lie on the first device, and a state that is read
         # back is put where this one lies.
-        optimizer = jax.jit(self._optimizer.init, out_shardings=shardings)(params)
+        optimizer = jit(self._optimizer.init, out_shardings=shardings)(params)
         return TrainState(params, optimizer, place(jnp.zeros((), jnp.int32), self.mesh, PartitionSpec()))
 
     def zeros(self, state: TrainState) -> Sums:

@@ -111,9 +111,9 @@ def test_scripted_heads_take_exactly_the_cycles_they_must(generate: Generate, de
 def test_one_compilation_serves_all_scripts(generate: Generate, decoders: Decoders):
     arguments = ("--prompt", PROMPTS[0], *TOKENS)
     generate(*arguments, "--head", "oracle", with_decoders=decoders)
-    compiled = {mode: program._cache_size() for mode, program in decoders.pipeline._dispatches.items()}
+    compiled = {mode: program.count() for mode, program in decoders.pipeline._dispatches.items()}
     generate(*arguments, "--head", "script:10110", with_decoders=decoders)
-    assert {mode: program._cache_size() for mode, program in decoders.pipeline._dispatches.items()} == compiled
+    assert {mode: program.count() for mode, program in decoders.pipeline._dispatches.items()} == compiled
 
 
 STOPPED = ("--head", "script:1101101101101101", "--max_new_tokens", "30", "--stop", "r a", "zzz")
