@@ -29,9 +29,9 @@ from spd_jax.decode.sampling import Sampling
 from spd_jax.decode.tree import Proposal, Tree
 from spd_jax.evaluation.acceptance import decode_in_batches
 from spd_jax.generation.engine import Engine, open_engine
-from spd_jax.generation.metrics import acceptance_rates, alpha
 from spd_jax.generation.prompts import encode_prompt, read_prompts
 from spd_jax.generation.tree_counts import tree_counts
+from spd_jax.metrics import acceptance_rates, alpha
 from spd_jax.parallel.platform import set_up_platform
 from spd_jax.planning.cycle_timing import endless
 from spd_jax.planning.timing import interleave, median, ratio

@@ -12,7 +12,7 @@ from flax import nnx
 from scipy import stats
 
 from spd_jax.config.model import LayerConfig, ModelConfig
-from spd_jax.generation.metrics import expected_cycles
+from spd_jax.metrics import expected_cycles
 from spd_jax.models.decoder import Decoder
 from spd_jax.plan import StagePlan, make_plan
 from spd_jax.speculation.module import HeadConfig, SpeculationModule

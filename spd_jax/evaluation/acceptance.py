@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from spd_jax.decode.host import FaultError
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Options, SequenceResult
-from spd_jax.generation.metrics import acceptance_rates, alpha, projected_accept_length
+from spd_jax.metrics import acceptance_rates, alpha, projected_accept_length
 
 
 @dataclasses.dataclass(frozen=True)

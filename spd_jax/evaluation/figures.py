@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from spd_jax.evaluation.samples import Sample
-from spd_jax.generation.metrics import acceptance_rates, alpha, projected_accept_length
 from spd_jax.generation.verdicts import NO_DRAFT, RIGHT, WRONG
+from spd_jax.metrics import acceptance_rates, alpha, projected_accept_length
 
 CONTEXT_EDGES = (128, 256, 512, 1024, 4096)
 CONTEXT_LABELS = ("<128", "128-256", "256-512", "512-1k", "1k-4k", ">=4k")

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spd_jax.generation.metrics import (
+from spd_jax.generation.verdicts import NO_DRAFT, RIGHT, WRONG
+from spd_jax.metrics import (
     acceptance_rate,
     alpha,
     equivalent_accept_length,
     published_acceptance_rate,
 )
-from spd_jax.generation.verdicts import NO_DRAFT, RIGHT, WRONG
 
 FORMAT, FORMAT_VERSION = "spd_jax evaluation samples", 1
 NO_ROOM = "context"

@@ -15,9 +15,9 @@ from typing import Any
 from spd_jax.decode.options import Generation, SequenceResult
 from spd_jax.files import write_whole
 from spd_jax.generation.compare import Comparison
-from spd_jax.generation.metrics import acceptance_rate, acceptance_rates, alpha, equivalent_accept_length
 from spd_jax.generation.tree_counts import tree_counts
 from spd_jax.generation.verdicts import verdicts_of
+from spd_jax.metrics import acceptance_rate, acceptance_rates, alpha, equivalent_accept_length
 
 
 @dataclasses.dataclass(frozen=True)

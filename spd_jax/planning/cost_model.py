@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 
 from spd_jax.config.model import AttentionConfig, LayerConfig, ModelConfig
-from spd_jax.generation.metrics import projected_accept_length, simulated_tau
+from spd_jax.metrics import projected_accept_length, simulated_tau
 from spd_jax.models.shapes import num_parameters
 from spd_jax.parallel.slots import slot_table
 from spd_jax.parallel.vocab import share_size

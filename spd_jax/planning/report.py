@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from spd_jax.files import write_whole
-from spd_jax.generation.metrics import alpha
 from spd_jax.generation.report import write_json
 from spd_jax.generation.verdicts import RIGHT, WRONG
+from spd_jax.metrics import alpha
 from spd_jax.models.shapes import num_parameters
 from spd_jax.parallel.vocab import share_size
 from spd_jax.plan import make_plan

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from spd_jax.data.packing import Batch, BatchStream
+from spd_jax.metrics import projected_accept_length
 from spd_jax.parallel.watch import Watch
 from spd_jax.speculation.module import SpeculationModule
 from spd_jax.training.checkpoints import Log, StateStore
@@ -256,6 +257,6 @@ def rates(figures: Figures, num_stages: int) -> dict[str, float]:
         "top1": right[-1],
         "acceptance": float(figures.accepted) / count,
         "coverage": float(figures.covered) / count,
-        "projected_s0": num_stages / (1.0 + (1.0 - right[-1]) * (num_stages - 1)),
+        "projected_s0": projected_accept_length(num_stages, right[-1]),
     }
     return found | {f"block{index}_top1": value for index, value in enumerate(right[:-1])}

@@ -21,7 +21,7 @@ from spd_jax.decode.autoregressive import AutoregressiveDecoder
 from spd_jax.decode.loop import PipelineDecoder
 from spd_jax.decode.options import Generation, Options, SequenceResult
 from spd_jax.decode.state import ACCEPTED, REJECTED
-from spd_jax.generation.metrics import expected_cycles
+from spd_jax.metrics import expected_cycles
 from spd_jax.models.decoder import Decoder
 from spd_jax.parallel.mesh import stage_mesh
 from spd_jax.parallel.stack import make_program, stack_params

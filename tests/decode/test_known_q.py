@@ -8,7 +8,7 @@ import pytest
 from spd_jax.decode.options import Options
 from spd_jax.decode.sampling import Sampling
 from spd_jax.decode.tree import Tree
-from spd_jax.generation.metrics import acceptance_rate, projected_accept_length
+from spd_jax.metrics import acceptance_rate, projected_accept_length
 from spd_jax.plan import make_plan
 from tests.bigram import BigramWeights, Tables, bigram_head, tables
 from tests.decode.engine import make_pipeline

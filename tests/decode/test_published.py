@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spd_jax.generation.metrics import acceptance_rate, equivalent_accept_length, published_acceptance_rate
+from spd_jax.metrics import acceptance_rate, equivalent_accept_length, published_acceptance_rate
 from spd_jax.plan import Layout
 from tests.decode.engine import assert_cycles_exact, script, verdicts
 from tests.decode.published import decoder, fixture, options, prompts, stepper, texts

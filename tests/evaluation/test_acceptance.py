@@ -6,7 +6,7 @@ import pytest
 
 from spd_jax.decode.options import Options
 from spd_jax.evaluation.acceptance import acceptance
-from spd_jax.generation.metrics import expected_cycles, projected_accept_length
+from spd_jax.metrics import expected_cycles, projected_accept_length
 from tests.decode.engine import (
     autoregressive,
     head_of,

@@ -14,7 +14,7 @@ from spd_jax.evaluation.figures import (
     whole,
 )
 from spd_jax.evaluation.samples import Sample
-from spd_jax.generation.metrics import projected_accept_length
+from spd_jax.metrics import projected_accept_length
 
 STAGES = 4
 

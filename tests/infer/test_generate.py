@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from spd_jax.decode.loop import PipelineDecoder
-from spd_jax.generation.metrics import expected_cycles
 from spd_jax.generation.run import Decoders
+from spd_jax.metrics import expected_cycles
 from spd_jax.weights.tokenizer import load_tokenizer
 from tests.infer.conftest import PROMPTS, Generate
 

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from spd_jax.config.model import ModelConfig
-from spd_jax.generation.metrics import projected_accept_length, simulated_tau
+from spd_jax.metrics import projected_accept_length, simulated_tau
 from spd_jax.planning.cost_model import autoregressive_seconds, serial_tokens_per_second, spd_cycle
 from spd_jax.planning.costs import MachineCosts, Setting
 from spd_jax.planning.machines import Machine, load_machine

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spd_jax.generation.metrics import expected_cycles
+from spd_jax.metrics import expected_cycles
 from spd_jax.plan import make_plan
 from spd_jax.planning.cost_model import Cycle
 from spd_jax.planning.simulator import TraceError, read_traces, schedule, simulate

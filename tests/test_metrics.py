@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spd_jax.generation import metrics
-from spd_jax.generation.metrics import acceptance_rates, expected_cycles
+from spd_jax import metrics
+from spd_jax.metrics import acceptance_rates, expected_cycles
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "metrics.md"
 
 
 def test_prefill_token_counts_only_in_the_published_rate():
