@@ -61,6 +61,10 @@ class Message:
     role: str
     content: str
 
+    def fields(self) -> dict[str, str]:
+        """What records and chat templates call it."""
+        return {"role": self.role, "content": self.content}
+
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:

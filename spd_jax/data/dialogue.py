@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from spd_jax.data.conversations import Conversation, Message, Skipped
-from spd_jax.data.labels import REFUSED
-from spd_jax.weights.tokenizer import TemplateRefusal, Tokenizer
+from spd_jax.weights.template import TemplateRefusal
+from spd_jax.weights.tokenizer import Tokenizer
 
 NO_MESSAGES = "ids without messages"
 TOO_LONG = "prompt too long"
@@ -77,9 +77,10 @@ class Dialogue:
     def _ask(self, written: str, end: str) -> str | None:
         """Append the next user turn; the reason if that cannot be done."""
         message = self.pending[0]
-        text = rendered(self.tokenizer, [*self.messages, message])
-        if text is None:
-            return REFUSED
+        try:
+            text = rendered(self.tokenizer, [*self.messages, message])
+        except TemplateRefusal as refusal:
+            return refusal.reason
         if not text.startswith(written):
             return REWRITES
         if not text.startswith(written + end):
@@ -96,7 +97,7 @@ class Dialogue:
     def record(self) -> dict[str, Any]:
         """What is known of the conversation, with the keys that `spd_jax.data.conversations` reads."""
         return {
-            "messages": [dataclasses.asdict(message) for message in self.messages],
+            "messages": [message.fields() for message in self.messages],
             "ids": self.ids,
             "supervised": [list(span) for span in self.spans],
             "tokenizer": self.tokenizer.digest,
@@ -120,18 +121,16 @@ def open_dialogue(
     if first is None:
         return Skipped(NO_MESSAGES, conversation.origin)
     opening, pending = asked[: first + 1], asked[first + 1 :]
-    text = rendered(tokenizer, opening)
-    if text is None:
-        return Skipped(REFUSED, conversation.origin)
+    try:
+        text = rendered(tokenizer, opening)
+    except TemplateRefusal as refusal:
+        return Skipped(refusal.reason, conversation.origin)
     ids = tokenizer.encode(text, add_special=False)
     if not ids or len(ids) > longest_prompt:
         return Skipped(TOO_LONG if ids else NO_PROMPT, conversation.origin)
     return Dialogue(number, conversation.origin, tokenizer, longest_prompt, pending, opening, text, ids, turns)
 
 
-def rendered(tokenizer: Tokenizer, messages: Sequence[Message]) -> str | None:
-    """The prompt of the turn after `messages` as text, None where the template refuses it."""
-    try:
-        return tokenizer.chat_text([dataclasses.asdict(message) for message in messages])
-    except TemplateRefusal:
-        return None
+def rendered(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
+    """The prompt of the turn after `messages` as text; errors as `Tokenizer.chat_text`."""
+    return tokenizer.chat_text([message.fields() for message in messages])

@@ -28,9 +28,9 @@ from jaxtyping import Bool, Int32
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from spd_jax.data.conversations import Conversation, Message, Skipped
-from spd_jax.weights.tokenizer import TemplateRefusal, Tokenizer
+from spd_jax.weights.template import TemplateRefusal
+from spd_jax.weights.tokenizer import Tokenizer
 
-REFUSED = "the chat template refuses it"
 NOT_AS_GENERATED = "no turn is as generation would see it"
 SPECIAL_TEXT = "special token in the assistant's text"
 
@@ -114,8 +114,8 @@ class Labeller:
             return Skipped(SPECIAL_TEXT, conversation.origin)
         try:
             text, turns = self._turns(messages)
-        except TemplateRefusal:
-            return Skipped(REFUSED, conversation.origin)
+        except TemplateRefusal as refusal:
+            return Skipped(refusal.reason, conversation.origin)
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         starts = [start for start, _ in offsets]
         supervised = np.zeros(len(ids), bool)
@@ -145,7 +145,7 @@ class Labeller:
         return text, turns
 
     def _render(self, messages: Sequence[Message], *, prompt: bool) -> str:
-        return self.tokenizer.chat_text([dataclasses.asdict(one) for one in messages], add_generation_prompt=prompt)
+        return self.tokenizer.chat_text([one.fields() for one in messages], add_generation_prompt=prompt)
 
     def _marked(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]] | None:
         """The spans that the template marks as generated, None if it has no marks."""
@@ -153,7 +153,7 @@ class Labeller:
         template = inner.get_chat_template()
         if not _MARKS.search(template):
             return None
-        chat = [dataclasses.asdict(message) for message in messages]
+        chat = self.tokenizer.chat_messages([message.fields() for message in messages])
         settings = {"return_assistant_tokens_mask": True, **inner.special_tokens_map}
         # Annotated as a string there, but a pair of lists: texts and spans.
         render: Callable[..., Any] = render_jinja_template

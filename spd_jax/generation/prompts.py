@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spd_jax.files import likely_cause
+from spd_jax.weights.template import TEXT_LOST, TemplateRefusal
 from spd_jax.weights.tokenizer import Tokenizer
 
 KEYS = ("prompt", "turns", "prompt_ids")
@@ -192,10 +193,15 @@ def encode_later_turn(
     messages = [{"role": "user", "content": texts[0]}]
     for text in texts[1:]:
         messages += [{"role": "assistant", "content": mark}, {"role": "user", "content": text}]
-    before, _, after = _located(prompt, lambda: tokenizer.chat_text(messages)).rpartition(mark)
+    before, after = "", ""
+    try:
+        before, _, after = tokenizer.chat_text(messages).rpartition(mark)
+    except TemplateRefusal as refusal:
+        if refusal.reason != TEXT_LOST:
+            raise PromptError(f"{prompt.origin}: {refusal}") from refusal
     if not before:
         raise PromptError(
-            f"{prompt.origin}: the chat template leaves earlier answers out, so there is no turn {turn}; "
+            f"{prompt.origin}: the chat template leaves earlier turns out, so there is no turn {turn}; "
             "use --turns first"
         )
     return kept + tokenizer.encode(after, add_special=False)

@@ -7,6 +7,7 @@ streaming output is `spd_jax.weights.detokenize`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,14 +20,11 @@ from spd_jax.files import read_object, read_text
 from spd_jax.weights.gguf import GgufFile
 from spd_jax.weights.gguf_tokenizer import build_tokenizer
 from spd_jax.weights.location import resolve
+from spd_jax.weights.template import REFUSED, Reads, TemplateRefusal, find_out
 
 MOST_IDS = 2**24  # the largest vocabularies have 2**18; tokenizers keeps a place for every id
 _SMALL = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-
-
-class TemplateRefusal(ValueError):
-    """A conversation that a chat template does not take, or a template that is broken; says what it said."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +77,8 @@ class Tokenizer:
     ) -> list[int]:
         """Ids of a conversation in the model's chat template.
 
-        The template writes the begin token where the model wants one, so the tokenizer adds none. Messages are
-        `{"role": ..., "content": ...}`; further arguments go to the template.
+        The template writes the begin token where the model wants one, so the tokenizer adds none. Messages are those of
+        `chat_text`; further arguments go to the template.
 
         Raises:
             ValueError: as `chat_text` and `encode`.
@@ -95,22 +93,40 @@ class Tokenizer:
     ) -> str:
         """A conversation in the model's chat template, as text.
 
+        Messages are `{"role": ..., "content": ...}` with content as text, and of an assistant also `reasoning_content`;
+        the template is given them in the form that it reads.
+
         Raises:
             ValueError: the tokenizer has no chat template.
-            TemplateRefusal: the template ends in an error.
+            TemplateRefusal: the template ends in an error, or leaves out what a user said or what an assistant thought.
+        """
+        given = self.chat_messages(messages)
+        text = self._render(given, add_generation_prompt=add_generation_prompt, **template_arguments)
+        self.reads.check(messages, text)
+        return text
+
+    def chat_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Messages in the form that the chat template reads; errors as `chat_text`."""
+        return [self.reads.message(message) for message in messages]
+
+    @functools.cached_property
+    def reads(self) -> Reads:
+        """What the chat template reads.
+
+        Raises:
+            ValueError: the tokenizer has no chat template.
         """
         if self.inner.chat_template is None:
             raise ValueError(f"{self.origin}: the tokenizer has no chat template; encode plain text instead")
+        return find_out(lambda messages, prompt: self._render(messages, add_generation_prompt=prompt))
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+        """What the template makes of messages as they are."""
         try:
-            return self.inner.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **template_arguments,
-            )
+            return self.inner.apply_chat_template(list(messages), tokenize=False, **arguments)
         except Exception as error:  # a template is a program: it can fail in every way
-            text = " ".join(str(error).split()) or type(error).__name__
-            raise TemplateRefusal(f"the chat template of {self.origin} refuses it: {text:.300}") from error
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise TemplateRefusal(REFUSED, f"{REFUSED}: {said:.300} (chat template of {self.origin})") from error
 
 
 def load_tokenizer(location: str | Path) -> Tokenizer:

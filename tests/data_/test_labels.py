@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from spd_jax.data.conversations import Conversation, Skipped
-from spd_jax.data.labels import NOT_AS_GENERATED, REFUSED, SPECIAL_TEXT, Labelled, Labeller, TemplateError
+from spd_jax.data.labels import NOT_AS_GENERATED, SPECIAL_TEXT, Labelled, Labeller, TemplateError
+from spd_jax.weights.template import REFUSED, TEXT_LOST
 from spd_jax.weights.tokenizer import Tokenizer, load_tokenizer
 from tests.data_.chat import (
     CHATML,
@@ -206,6 +207,24 @@ def test_what_the_template_refuses_is_skipped():
     """Gemma's has no system role."""
     labeller = Labeller(byte_tokenizer(GEMMA))
     assert labeller.label(conversation("hi", "yo", system="s")) == Skipped(REFUSED, "here")
+    assert isinstance(labeller.label(conversation("hi", "yo")), Labelled)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_content_in_parts_is_labelled_like_text(template: str):
+    parts = "{% for part in message.content %}{{ part.text }}{% endfor %}"
+    found = [
+        label(byte_tokenizer(one), conversation("a", "b", "c", "d", system="s"))
+        for one in (template, template.replace("{{ message.content }}", parts))
+    ]
+    assert found[0].ids.tolist() == found[1].ids.tolist()
+    assert found[0].supervised.tolist() == found[1].supervised.tolist()
+
+
+def test_a_conversation_whose_text_would_be_dropped_is_skipped():
+    silent = "{% for message in messages if message.role != 'system' %}"
+    labeller = Labeller(byte_tokenizer(CHATML.replace("{% for message in messages %}", silent)))
+    assert labeller.label(conversation("hi", "yo", system="s")) == Skipped(TEXT_LOST, "here")
     assert isinstance(labeller.label(conversation("hi", "yo")), Labelled)
 
 

@@ -21,9 +21,9 @@ from spd_jax.data.dialogue import (
     Dialogue,
     open_dialogue,
 )
-from spd_jax.data.labels import REFUSED
 from spd_jax.data.regenerate import Plan, Progress, RegenerateError, manifest_path, regenerate
 from spd_jax.data.sources import read_conversations
+from spd_jax.weights.template import REFUSED
 from tests.data_.chat import CHATML, GEMMA, byte_tokenizer
 
 MERGED = byte_tokenizer(merges=[("h", "i")])  # writes "hi" as one id

@@ -129,6 +129,30 @@ def test_a_missing_template_is_an_error_that_says_what_to_do(tmp_path: Path):
         encode(Prompt("here", text="x"), load_tokenizer(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("message.content | map(attribute='text') | join", None),
+        ("message.text", "the chat template leaves text out: 'Hi', said by the user, is not in it"),
+        (
+            "raise_exception('A system message is required')",
+            "the chat template refuses it: A system message is required",
+        ),
+    ],
+)
+def test_a_template_shows_the_prompt_or_the_prompt_is_named(tmp_path: Path, content: str, said: str | None):
+    write_byte_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    template = f"{{% for message in messages %}}{{{{ {content} }}}}{{% endfor %}}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    prompt, tokenizer = Prompt("a:3", text="Hi"), load_tokenizer(tmp_path)
+    if said is None:
+        assert encode(prompt, tokenizer) == [*b"Hi"]
+        return
+    with pytest.raises(PromptError, match=f"^a:3: {said}"):
+        encode(prompt, tokenizer)
+
+
 @pytest.mark.parametrize("name", ["mt_bench", "gsm8k", "humaneval"])
 def test_files_of_the_field_are_read_as_they_are(name: str):
     found = read_prompts(DATA / "eval" / f"{name}.jsonl")
@@ -181,7 +205,7 @@ def test_a_template_without_earlier_answers_has_no_later_turn(tmp_path: Path):
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps(config | {"chat_template": "{{ messages[-1].content }}"})
     )
-    with pytest.raises(PromptError, match=r"^here: the chat template leaves earlier answers out, .* use --turns first"):
+    with pytest.raises(PromptError, match=r"^here: the chat template leaves earlier turns out, .* use --turns first"):
         encode_later_turn(CONVERSATION, 2, [1], EOS, load_tokenizer(tmp_path), chat=True)
 
 
