@@ -75,6 +75,20 @@ def likely_cause(data: bytes) -> str:
     return ""
 
 
+def no_text(text: str) -> str:
+    """What is wrong with a text that UTF-8 cannot hold, to be added to an error; empty for any other.
+
+    JSON and YAML can spell half of a surrogate pair (an emoji that was cut), and bytes of a command line that are not
+    UTF-8 become one.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        found = f"U+{ord(text[error.start]):04X}, at character {error.start}"
+        return f"half of a surrogate pair, {found}: it is no text"
+    return ""
+
+
 def write_whole(path: str | Path, data: bytes) -> None:
     """Write a file beside its place and rename it, so that nobody ever sees half of it.
 

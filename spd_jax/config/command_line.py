@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import docstring_parser
 from jsonargparse import ArgumentParser
 
+from spd_jax.files import no_text
+
 T = TypeVar("T")
 
 CONFIG, TRACEBACK = "config", "traceback"
@@ -160,9 +162,12 @@ def _value(name: str, kind: Any, value: Any, texts: Sequence[tuple[str, ...]]) -
             return None
         raise wrong
     if element is str and isinstance(value, str):
-        return texts[int(value[1:])] if value.startswith("\0") else (value,)
+        value = texts[int(value[1:])] if value.startswith("\0") else (value,)
     if str in _choices(kind) and (not isinstance(value, str) or not value or "\0" in value):
         raise wrong
+    for one in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(one, str) and (broken := no_text(one)):
+            raise UsageError(f"{name} holds {broken}, found {one!a:.80}")
     if element:
         value = tuple(value) if isinstance(value, list | tuple) else (value,)
         if element is str and not all(isinstance(one, str) for one in value):

@@ -10,7 +10,8 @@ A record may carry `ids`, the tokens of the whole conversation, with `supervised
 the assistant wrote, and `tokenizer`, the digest of the tokenizer they belong to. Such ids are used as they are: text
 that is decoded and encoded again need not give the same tokens.
 
-Knows nothing of files, tokenizers and templates.
+What an assistant thought before it answered may stand beside its content, under a key of `REASONING_KEYS`. Knows
+nothing of files, tokenizers and templates.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from spd_jax.files import no_text
+from spd_jax.weights.template import REASONING_KEYS
 
 ROLES = {
     "system": "system",
@@ -38,6 +42,8 @@ UNKNOWN_ROLE = "unknown role"
 TOOLS = "tool calls"
 NO_TEXT = "turn without text"
 EMPTY_TURN = "empty turn"
+REASONING_NO_TEXT = "reasoning that is no text"
+SURROGATE = "half of a surrogate pair"
 ASSISTANT_FIRST = "assistant speaks first"
 NO_ASSISTANT = "no assistant turn"
 OUT_OF_ORDER = "turns do not alternate"
@@ -48,6 +54,8 @@ REASONS = (
     TOOLS,
     NO_TEXT,
     EMPTY_TURN,
+    REASONING_NO_TEXT,
+    SURROGATE,
     ASSISTANT_FIRST,
     NO_ASSISTANT,
     OUT_OF_ORDER,
@@ -56,14 +64,16 @@ REASONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """One turn; `role` is system, user or assistant."""
+    """One turn; `role` is system, user or assistant, `reasoning` what an assistant thought before it answered."""
 
     role: str
     content: str
+    reasoning: str = ""
 
     def fields(self) -> dict[str, str]:
         """What records and chat templates call it."""
-        return {"role": self.role, "content": self.content}
+        thought = {REASONING_KEYS[0]: self.reasoning} if self.reasoning else {}
+        return {"role": self.role, "content": self.content, **thought}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +94,16 @@ class Conversation:
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """A record that is left out: a short reason, the same for all of a kind, and where it stands."""
+    """A record that is left out: a short reason, the same for all of a kind, where it stands, and what else helps."""
 
     reason: str
     origin: str
+    detail: str = dataclasses.field(default="", compare=False)
+
+    @property
+    def where(self) -> str:
+        """Where it stands and what was found there."""
+        return f"{self.origin}, {self.detail}" if self.detail else self.origin
 
 
 class ConversationError(ValueError):
@@ -105,11 +121,11 @@ def parse_conversation(record: Any, origin: str) -> Conversation | Skipped:
     turns = next((_listed(record[key]) for key in TURN_KEYS if record.get(key) is not None), [])
     if record.get("ids") is not None:
         return _with_ids(record, turns, origin)
-    messages = _messages(turns)
-    reason = messages if isinstance(messages, str) else _wrong_order(messages)
-    if reason is not None:
-        return Skipped(reason, origin)
-    return Conversation(tuple(messages), origin)  # pyright: ignore[reportArgumentType]
+    messages = _messages(turns, origin)
+    if isinstance(messages, Skipped):
+        return messages
+    reason = _wrong_order(messages)
+    return Conversation(tuple(messages), origin) if reason is None else Skipped(reason, origin)
 
 
 def _listed(turns: Any) -> list[Any]:
@@ -122,26 +138,42 @@ def _listed(turns: Any) -> list[Any]:
     return list(turns) if isinstance(turns, Sequence) and not isinstance(turns, str) else []
 
 
-def _messages(turns: Sequence[Any]) -> list[Message] | str:
-    """The messages, or a reason."""
+def _messages(turns: Sequence[Any], origin: str) -> list[Message] | Skipped:
+    """The messages, or why there are none."""
     messages = []
-    for turn in turns:
-        if not isinstance(turn, Mapping):
-            return NOT_AN_OBJECT
-        # Columnar files give every turn every key, with null where the record had none.
-        role = turn.get("role") if turn.get("role") is not None else turn.get("from")
-        content = turn.get("content") if turn.get("content") is not None else turn.get("value")
-        if (isinstance(role, str) and role in TOOL_ROLES) or turn.get("tool_calls") or turn.get("function_call"):
-            return TOOLS
-        if not isinstance(role, str) or role not in ROLES:
-            return UNKNOWN_ROLE
-        text = _text(content)
-        if text is None:
-            return NO_TEXT
-        if not text.strip() and ROLES[role] != "system":
-            return EMPTY_TURN
-        messages.append(Message(ROLES[role], text))
+    for number, turn in enumerate(turns, start=1):
+        found = _message(turn)
+        if isinstance(found, tuple):
+            reason, detail = found
+            return Skipped(reason, origin, f"turn {number}{detail and ': '}{detail}")
+        messages.append(found)
     return messages
+
+
+def _message(turn: Any) -> Message | tuple[str, str]:
+    """A message, or a reason and what else to say."""
+    if not isinstance(turn, Mapping):
+        return NOT_AN_OBJECT, ""
+    # Columnar files give every turn every key, with null where the record had none.
+    role = turn.get("role") if turn.get("role") is not None else turn.get("from")
+    content = turn.get("content") if turn.get("content") is not None else turn.get("value")
+    if (isinstance(role, str) and role in TOOL_ROLES) or turn.get("tool_calls") or turn.get("function_call"):
+        return TOOLS, ""
+    if not isinstance(role, str) or role not in ROLES:
+        return UNKNOWN_ROLE, f"role {ascii(role)[:60]}"
+    role, text = ROLES[role], _text(content)
+    if text is None:
+        return NO_TEXT, ""
+    if not text.strip() and role != "system":
+        return EMPTY_TURN, ""
+    given = [turn[key] for key in REASONING_KEYS if turn.get(key)] if role == "assistant" else []
+    reasoning = _text(given[0]) if given else ""
+    if reasoning is None:
+        return REASONING_NO_TEXT, f"found a {type(given[0]).__name__}"
+    for one in (text, reasoning):
+        if no_text(one):
+            return SURROGATE, no_text(one)
+    return Message(role, text, reasoning if reasoning.strip() else "")
 
 
 def _text(content: Any) -> str | None:
@@ -189,8 +221,8 @@ def _with_ids(record: Mapping[str, Any], turns: Sequence[Any], origin: str) -> C
         )
     if not spans:
         return Skipped(NO_ASSISTANT, origin)
-    messages = _messages(turns)
-    kept = () if isinstance(messages, str) else tuple(messages)  # the ids count; the text is for the reader
+    messages = _messages(turns, origin)
+    kept = () if isinstance(messages, Skipped) else tuple(messages)  # the ids count; the text is for the reader
     return Conversation(kept, origin, tuple(ids), tuple((start, end) for start, end in spans), tokenizer)
 
 

@@ -124,7 +124,7 @@ def open_dialogue(
     try:
         text = rendered(tokenizer, opening)
     except TemplateRefusal as refusal:
-        return Skipped(refusal.reason, conversation.origin)
+        return Skipped(refusal.reason, conversation.origin, refusal.detail)
     ids = tokenizer.encode(text, add_special=False)
     if not ids or len(ids) > longest_prompt:
         return Skipped(TOO_LONG if ids else NO_PROMPT, conversation.origin)

@@ -109,13 +109,13 @@ class Labeller:
     def _label_text(self, conversation: Conversation) -> Labelled | Skipped:
         spoken = [message.role for message in conversation.messages]
         messages = conversation.messages[: len(spoken) - spoken[::-1].index("assistant")]
-        own = (message.content for message in messages if message.role == "assistant")
+        own = (f"{message.reasoning}\n{message.content}" for message in messages if message.role == "assistant")
         if self._special_text is not None and any(self._special_text.search(text) for text in own):
             return Skipped(SPECIAL_TEXT, conversation.origin)
         try:
             text, turns = self._turns(messages)
         except TemplateRefusal as refusal:
-            return Skipped(refusal.reason, conversation.origin)
+            return Skipped(refusal.reason, conversation.origin, refusal.detail)
         ids, offsets = self.tokenizer.encode_with_offsets(text)
         starts = [start for start, _ in offsets]
         supervised = np.zeros(len(ids), bool)
@@ -185,10 +185,13 @@ class Labeller:
         return behind if last is None or text[offsets[last][1] :].strip() else last + 1
 
     def _check_template(self) -> None:
-        """Label a conversation whose answer is known."""
+        """Label a conversation whose answer is known; with a system message where it is refused without one."""
         found = self._label_text(Conversation(_PROBE, self.tokenizer.origin))
         if isinstance(found, Skipped):
-            why = found.reason
+            again = self._label_text(Conversation((Message("system", "be"), *_PROBE), self.tokenizer.origin))
+            found = found if isinstance(again, Skipped) else again
+        if isinstance(found, Skipped):
+            why = f"{found.reason}: {found.detail}" if found.detail else found.reason
         else:
             learnt = self.tokenizer.decode(found.ids[found.supervised].tolist(), skip_special=False)
             if not found.supervised.all() and _PROBE[-1].content in learnt and _PROBE[-2].content not in learnt:

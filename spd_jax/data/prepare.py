@@ -86,9 +86,10 @@ def prepare(config: PrepareConfig, report: Report | None = None, *, block_rows: 
         if not counts.kept:
             writer.abandon()
             reasons = "; ".join(f"{reason}: {number}" for reason, number in counts.skipped.items())
+            first = "; ".join(counts.first[reason] for reason in counts.skipped)
             raise ValueError(
                 f"{', '.join(config.sources)}: none of {counts.rows} rows can be used with the tokenizer of "
-                f"{config.target} ({reasons or 'the sources are empty'})"
+                f"{config.target} ({reasons or 'the sources are empty'})" + (f", first: {first}" if first else "")
             )
         writer.finish({"sources": list(config.sources), "target": config.target})
     return Prepared(writer.path, read_manifest(writer.path), was_there)
@@ -141,7 +142,7 @@ def _row(one: Conversation | Skipped, labeller: Labeller, config: PrepareConfig)
     found = labeller.label(one) if isinstance(one, Conversation) else one
     if isinstance(found, Skipped) or isinstance(one, Skipped):
         assert isinstance(found, Skipped)
-        return None, Counts(rows=1, skipped={found.reason: 1}, first={found.reason: found.origin})
+        return None, Counts(rows=1, skipped={found.reason: 1}, first={found.reason: found.where})
     ids, supervised = found.ids[: config.max_length], found.supervised[: config.max_length]
     # Nothing predicts the first token of all.
     if int(supervised[1:].sum()) < config.min_supervised:

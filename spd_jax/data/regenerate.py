@@ -61,7 +61,8 @@ class Plan:
 @dataclasses.dataclass
 class Progress:
     """Where a run stands. `lines` are all in the file, `kept` those that were there before; `tokens` and `turns` were
-    written by the target in this run; `skipped` and `ended` count conversations left out and cut short, by reason."""
+    written by the target in this run; `skipped` and `ended` count conversations left out and cut short, by reason, and
+    `first` says where the first of each stands."""
 
     lines: int = 0
     kept: int = 0
@@ -70,6 +71,7 @@ class Progress:
     stopped: int = 0
     skipped: Counter[str] = dataclasses.field(default_factory=Counter)
     ended: Counter[str] = dataclasses.field(default_factory=Counter)
+    first: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def describe(self, seconds: float, limit: int | None = None) -> str:
         """One line: what is there, how fast it is written, and when `limit` will be reached."""
@@ -82,8 +84,9 @@ class Progress:
 
     def left_out(self) -> list[str]:
         """A line for each reason why conversations were left out or cut short."""
-        left = [f"{count:,} skipped: {reason}" for reason, count in self.skipped.most_common()]
-        cut = [f"{count:,} end early: {reason}" for reason, count in self.ended.most_common()]
+        first = self.first
+        left = [f"{n:,} skipped: {reason} (first: {first[reason]})" for reason, n in self.skipped.most_common()]
+        cut = [f"{n:,} end early: {reason} (first: {first[reason]})" for reason, n in self.ended.most_common()]
         answers = [f"{self.stopped:,} of {self.turns:,} answers end by themselves, the others were cut"]
         return [*(answers if self.turns else []), *left, *cut]
 
@@ -96,6 +99,7 @@ def regenerate(
     answer: Answerer,
     *,
     limit: int | None = None,
+    source: str = "the source",
     on_batch: Callable[[Progress], None] = lambda progress: None,
 ) -> Progress:
     """Write the conversations of `records` with new answers to `path`; what is there already is kept.
@@ -104,18 +108,23 @@ def regenerate(
         records: in the order of the source.
         begin: opens conversation number i, or says why it is skipped (`open_dialogue`).
         limit: stop after the batch with which the file has so many lines.
+        source: what errors call the source.
         on_batch: called after every batch, and once before the first.
 
     Raises:
-        RegenerateError: the file was made from something else; what differs is named. It is left as it is.
+        RegenerateError: the file was made from something else; what differs is named. It is left as it is. Or no
+            conversation can be answered; then there is no file.
         OSError: it cannot be written.
     """
     progress = Progress()
     there = _continue(path, plan)
-    batches = _batches(plan, _opened(records, begin, progress.skipped))
+    batches = _batches(plan, _opened(records, begin, progress))
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         _write(path, plan, there, batches, answer, limit, progress, on_batch)
+        if not progress.lines:
+            reasons = "; ".join(progress.left_out()) or "there is none"
+            raise RegenerateError(f"{source}: no conversation can be answered: {reasons}")
     except Exception:
         if not path.stat().st_size:  # nothing to go on with
             path.unlink()
@@ -163,12 +172,13 @@ def _write(
 def _opened(
     records: Iterator[Conversation | Skipped],
     begin: Callable[[int, Conversation], Dialogue | Skipped],
-    skipped: Counter[str],
+    progress: Progress,
 ) -> Iterator[Dialogue]:
     for number, record in enumerate(records):
         opened = begin(number, record) if isinstance(record, Conversation) else record
         if isinstance(opened, Skipped):
-            skipped[opened.reason] += 1
+            progress.skipped[opened.reason] += 1
+            progress.first.setdefault(opened.reason, opened.where)
         else:
             yield opened
 
@@ -205,7 +215,10 @@ def _answer(batch: Sequence[Dialogue], plan: Plan, answer: Answerer, progress: P
             progress.turns += 1
             progress.tokens += len(given.ids)
             progress.stopped += given.stopped
-    progress.ended.update(dialogue.ended for dialogue in batch if dialogue.ended is not None)
+    for dialogue in batch:
+        if dialogue.ended is not None:
+            progress.ended[dialogue.ended] += 1
+            progress.first.setdefault(dialogue.ended, dialogue.origin)
 
 
 def _line(dialogue: Dialogue, plan: Plan) -> bytes:

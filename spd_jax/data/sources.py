@@ -31,6 +31,7 @@ from typing import Any
 import ijson
 
 from spd_jax.data.conversations import Conversation, ConversationError, Skipped, parse_conversation
+from spd_jax.data.surrogates import Halves, restored
 from spd_jax.files import likely_cause
 from spd_jax.weights.location import PACKAGE, resolve
 
@@ -213,12 +214,13 @@ def _json_array(file: BufferedIOBase, name: str, skip_invalid: bool) -> Iterator
     try:
         prefix = _array_prefix(file, name)
         _to_start(file)
-        for record in ijson.items(file, prefix, use_float=True):
-            yield f"{name}: record {number}", record
+        halves = Halves(file)
+        for record in ijson.items(halves, prefix, use_float=True):
+            yield f"{name}: record {number}", restored(record) if halves.found else record
             number += 1
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         yield Skipped(CUT_OFF, f"{name}: after {number} whole records: {error}")
-    except ijson.JSONError as error:
+    except (ijson.JSONError, UnicodeDecodeError) as error:
         found = " ".join(str(error).split())
         if "premature EOF" in found or "Incomplete JSON" in found:
             yield Skipped(CUT_OFF, f"{name}: after {number} whole records, at byte {file.tell()}")
@@ -238,7 +240,7 @@ def _to_start(file: BufferedIOBase) -> None:
 def _array_prefix(file: BufferedIOBase, name: str) -> str:
     """ijson's name for the records: those of the file's own array, or of the first array of its object."""
     _to_start(file)
-    for prefix, event, _ in ijson.parse(file):
+    for prefix, event, _ in ijson.parse(Halves(file)):
         if event == "start_array" and "." not in prefix:
             return f"{prefix}.item" if prefix else "item"
         if not prefix and event not in ("start_map", "map_key"):

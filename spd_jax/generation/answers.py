@@ -101,6 +101,7 @@ class Regeneration:
             begin,
             DecodedAnswers(decoder, options, config.batch),
             limit=config.limit,
+            source=config.source,
             on_batch=on_batch,
         )
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spd_jax.files import likely_cause
+from spd_jax.files import likely_cause, no_text
 from spd_jax.weights.template import TEXT_LOST, TemplateRefusal
 from spd_jax.weights.tokenizer import Tokenizer
 
@@ -46,11 +46,12 @@ def text_prompts(texts: Sequence[str]) -> list[Prompt]:
     """Prompts given as text, numbered from 1.
 
     Raises:
-        PromptError: an empty one.
+        PromptError: an empty one, or one with half of a surrogate pair.
     """
     prompts = [Prompt(f"prompt {number}", text=text) for number, text in enumerate(texts, start=1)]
     for prompt in prompts:
         _refuse_empty(prompt.origin, "prompt", prompt.text)
+        _refuse_no_text(prompt.origin, "prompt", prompt.text)
     return prompts
 
 
@@ -69,7 +70,7 @@ def parse_prompts(data: bytes, origin: str, limit: int | None = None) -> list[Pr
 
     Raises:
         PromptError: a line that is not UTF-8, not JSON, no object, without exactly one of the keys, with a value of a
-            wrong type or an empty one; or no prompt at all.
+            wrong type, an empty one or one with half of a surrogate pair; or no prompt at all.
     """
     if data and (cause := likely_cause(data)):
         raise PromptError(f"{origin}: no file of prompts{cause}")
@@ -97,6 +98,8 @@ def _parse_line(line: bytes, origin: str) -> Prompt:
     if len(given) != 1:
         raise PromptError(f"{origin}: expected exactly one of {', '.join(KEYS)}, found {', '.join(given) or 'none'}")
     key, value = given[0], record[given[0]]
+    for name in (key, "question_id", "category"):
+        _refuse_no_text(origin, name, record.get(name))
     category = record.get("category")
     named = {"question_id": record.get("question_id"), "category": None if category is None else str(category)}
     if key == "prompt_ids":
@@ -124,6 +127,12 @@ def _shown(value: Any) -> str:
 def _refuse_empty(origin: str, key: str, value: Sequence[Any] | None) -> None:
     if not value:
         raise PromptError(f"{origin}: {key} is empty: a prompt needs at least one token")
+
+
+def _refuse_no_text(origin: str, key: str, value: Any) -> None:
+    wrong = no_text(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    if wrong:
+        raise PromptError(f"{origin}: {key} holds {wrong}")
 
 
 def encode_prompt(

@@ -33,11 +33,11 @@ Render = Callable[[list[dict[str, Any]], bool], str]
 
 class TemplateRefusal(ValueError):
     """A conversation that a chat template does not take, or takes only in part; `reason` is the same for all of a
-    kind."""
+    kind, `detail` says more of this one."""
 
-    def __init__(self, reason: str, said: str):
-        super().__init__(said)
-        self.reason = reason
+    def __init__(self, reason: str, detail: str):
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail = reason, detail
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Reads:
             given["content"] = [{"type": "text", "text": given["content"]}]
         if thought := reasoning_of(message):
             if self.reasoning is None:
-                raise TemplateRefusal(REASONING_LOST, f"{REASONING_LOST}: {_shown(thought)}")
+                raise TemplateRefusal(REASONING_LOST, _shown(thought))
             given[self.reasoning] = thought
         return given
 
@@ -81,10 +81,10 @@ class Reads:
             if not isinstance(content, str) or not content.strip():
                 continue
             if role in self.ignored or (role == "user" and not _appears(content, text)):
-                raise TemplateRefusal(TEXT_LOST, f"{TEXT_LOST}: {_shown(content)}, said by the {role}, is not in it")
+                raise TemplateRefusal(TEXT_LOST, f"{_shown(content)}, said by the {role}, is not in it")
         thought = reasoning_of(messages[-1]) if messages else ""
         if thought and not _appears(thought, text):
-            raise TemplateRefusal(REASONING_LOST, f"{REASONING_LOST}: {_shown(thought)} is not in it")
+            raise TemplateRefusal(REASONING_LOST, f"{_shown(thought)} is not in it")
 
 
 def reasoning_of(message: Message) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from spd_jax.files import read_object, read_text
+from spd_jax.files import no_text, read_object, read_text
 from spd_jax.weights.gguf import GgufFile
 from spd_jax.weights.gguf_tokenizer import build_tokenizer
 from spd_jax.weights.location import resolve
@@ -97,9 +97,11 @@ class Tokenizer:
         the template is given them in the form that it reads.
 
         Raises:
-            ValueError: the tokenizer has no chat template.
+            ValueError: the tokenizer has no chat template; a message holds half of a surrogate pair.
             TemplateRefusal: the template ends in an error, or leaves out what a user said or what an assistant thought.
         """
+        for message in messages:
+            _refuse_surrogates(" ".join(value for value in message.values() if isinstance(value, str)))
         given = self.chat_messages(messages)
         text = self._render(given, add_generation_prompt=add_generation_prompt, **template_arguments)
         self.reads.check(messages, text)
@@ -123,10 +125,13 @@ class Tokenizer:
     def _render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
         """What the template makes of messages as they are."""
         try:
-            return self.inner.apply_chat_template(list(messages), tokenize=False, **arguments)
+            text = self.inner.apply_chat_template(list(messages), tokenize=False, **arguments)
         except Exception as error:  # a template is a program: it can fail in every way
             said = " ".join(str(error).split()) or type(error).__name__
-            raise TemplateRefusal(REFUSED, f"{REFUSED}: {said:.300} (chat template of {self.origin})") from error
+            raise TemplateRefusal(REFUSED, f"{said:.300} (chat template of {self.origin})") from error
+        if wrong := no_text(text):
+            raise TemplateRefusal(REFUSED, f"it writes {wrong} (chat template of {self.origin})")
+        return text
 
 
 def load_tokenizer(location: str | Path) -> Tokenizer:
@@ -178,12 +183,8 @@ def wrap_tokenizer(inner: Any, origin: str) -> Tokenizer:
 
 
 def _refuse_surrogates(text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"half of a surrogate pair, U+{ord(text[error.start]):04X}, at character {error.start}: it is no text"
-        ) from error
+    if wrong := no_text(text):
+        raise ValueError(wrong)
 
 
 def _of_folder(folder: Path) -> Any:

@@ -32,10 +32,18 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path):
 
 
 def test_texts_are_taken_as_they_are():
-    texts = ["[1, 2]", "null", "a: b", "{x}", "-", "---", "--", "-x", "--> b", "é😀", "\ud83d", ""]
+    texts = ["[1, 2]", "null", "a: b", "{x}", "-", "---", "--", "-x", "--> b", "é😀", ""]
     found = parse("--prompt", *texts, "--stop", "[END]", "--json", "---")
     assert (found.prompt, found.stop, found.json) == (tuple(texts), ("[END]",), "---")
     assert parse("--stop=--end", "---").stop == ("--end", "---")
+
+
+def test_what_is_no_text_is_refused():
+    """Half of a surrogate pair, or a byte of a command line that is not UTF-8, which Python makes one of."""
+    for words in (["--prompt", "x", "cut \udce9"], ["--stop", "cut \udce9"], ["--json", "cut \udce9"]):
+        said = rf"^{words[0][2:]} holds half of a surrogate pair, U\+DCE9, at character 4: .*, found 'cut \\udce9'$"
+        with pytest.raises(UsageError, match=said):
+            parse(*words)
 
 
 def test_one_is_a_list_of_one(tmp_path: Path):

@@ -13,7 +13,9 @@ from spd_jax.data.conversations import (
     NO_TURNS,
     NOT_AN_OBJECT,
     OUT_OF_ORDER,
+    REASONING_NO_TEXT,
     REASONS,
+    SURROGATE,
     TOOLS,
     UNKNOWN_ROLE,
     Conversation,
@@ -93,6 +95,10 @@ SKIPPED = [
     ("text", NOT_AN_OBJECT),
     (turns("user", "u", "assistant", " \n"), EMPTY_TURN),
     (turns("user", "", "assistant", "x"), EMPTY_TURN),
+    (turns("user", "cut emoji \ud83d", "assistant", "x"), SURROGATE),
+    (turns("system", "\udc00", "user", "u", "assistant", "x"), SURROGATE),
+    ({"messages": [USER, {"role": "assistant", "content": "x", "reasoning": "cut \ud83d"}]}, SURROGATE),
+    ({"messages": [USER, {"role": "assistant", "content": "x", "reasoning": {"effort": "low"}}]}, REASONING_NO_TEXT),
     (turns("user", "u"), NO_ASSISTANT),
     (turns("user", "u", "user", "v", "assistant", "x"), OUT_OF_ORDER),
     (turns("user", "u", "assistant", "x", "assistant", "y"), OUT_OF_ORDER),
@@ -110,6 +116,38 @@ def test_reasons_can_be_counted():
     found = Counter(getattr(parse_conversation(record, "x"), "reason", None) for record, _ in SKIPPED)
     assert set(found) == set(REASONS)
     assert found[NO_TEXT] == 3
+
+
+@pytest.mark.parametrize(
+    ("record", "where"),
+    [
+        (turns("user", "u", "narrator", "x"), "rows.jsonl:3, turn 2: role 'narrator'"),
+        ({"conversations": [{"from": "h\ud83d", "value": "u"}]}, "rows.jsonl:3, turn 1: role 'h\\ud83d'"),
+        ({"messages": [{"content": "u"}]}, "rows.jsonl:3, turn 1: role None"),
+        (turns("user", "u", "assistant", "\ud83d"), "rows.jsonl:3, turn 2: half of a surrogate pair, U+D83D, at cha"),
+        (turns("user", "u"), "rows.jsonl:3"),
+    ],
+)
+def test_what_was_found_is_named_with_its_row(record: Any, where: str):
+    found = parse_conversation(record, "rows.jsonl:3")
+    assert isinstance(found, Skipped)
+    assert found.where.startswith(where)
+
+
+def test_reasoning_is_kept_under_each_of_its_names():
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        answer = {"role": "assistant", "content": "4", "reasoning_content": None, key: "two and two"}
+        found = parse_conversation({"messages": [USER | {key: "nobody's"}, answer]}, "here")
+        assert isinstance(found, Conversation)
+        assert found.messages == (Message("user", "u"), Message("assistant", "4", "two and two"))
+        assert found.messages[1].fields() == {"role": "assistant", "content": "4", "reasoning_content": "two and two"}
+    for nothing in (None, "", " \n", [], False):
+        found = parse_conversation(turns("user", "u", "assistant", "4") | {}, "here")
+        again = parse_conversation(
+            {"messages": [USER, {"role": "assistant", "content": "4", "reasoning": nothing}]}, "here"
+        )
+        assert found == again
+    assert Message("assistant", "4").fields() == {"role": "assistant", "content": "4"}
 
 
 def with_ids(**changes: Any) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spd_jax.data.conversations import Conversation, Skipped
+from spd_jax.data.conversations import Conversation, Message, Skipped
 from spd_jax.data.labels import NOT_AS_GENERATED, SPECIAL_TEXT, Labelled, Labeller, TemplateError
-from spd_jax.weights.template import REFUSED, TEXT_LOST
+from spd_jax.weights.template import REASONING_LOST, REFUSED, TEXT_LOST
 from spd_jax.weights.tokenizer import Tokenizer, load_tokenizer
 from tests.data_.chat import (
     CHATML,
@@ -208,6 +208,46 @@ def test_what_the_template_refuses_is_skipped():
     labeller = Labeller(byte_tokenizer(GEMMA))
     assert labeller.label(conversation("hi", "yo", system="s")) == Skipped(REFUSED, "here")
     assert isinstance(labeller.label(conversation("hi", "yo")), Labelled)
+
+
+# Like Qwen3's: thinking stands in the last answer only, and always.
+REASONS = CHATML.replace(
+    "{{ message.content }}",
+    "{% if message.role == 'assistant' and loop.last %}<think>\n{{ message.reasoning_content or '' }}\n</think>\n"
+    "{% endif %}{{ message.content }}",
+)
+
+
+def thoughtful(*turns: tuple[str, str, str]) -> Conversation:
+    messages = [(Message("user", asked), Message("assistant", said, thought)) for asked, thought, said in turns]
+    return Conversation(tuple(message for pair in messages for message in pair), "here")
+
+
+def test_reasoning_is_learnt_where_the_template_writes_it():
+    tokenizer = byte_tokenizer(REASONS)
+    found = label(tokenizer, thoughtful(("2+2?", "two and two", "4")))
+    assert learnt(tokenizer, found) == ["<think>\ntwo and two\n</think>\n4<|im_end|>"]
+    found = label(tokenizer, thoughtful(("2+2?", "two and two", "4"), ("and 3?", "four and three", "7")))
+    assert learnt(tokenizer, found) == ["<think>\nfour and three\n</think>\n7<|im_end|>"]
+    assert found.turns_left_out == 1
+
+
+def test_reasoning_that_the_template_does_not_read_is_skipped():
+    found = Labeller(byte_tokenizer(CHATML)).label(thoughtful(("2+2?", "two and two", "4")))
+    assert found == Skipped(REASONING_LOST, "here")
+    special = thoughtful(("2+2?", "two <|im_end|>", "4"))
+    assert Labeller(byte_tokenizer(REASONS)).label(special) == Skipped(SPECIAL_TEXT, "here")
+
+
+def test_a_template_that_needs_a_system_message_is_no_mistake():
+    needs = "{% if messages[0].role != 'system' %}{{ raise_exception('A system message is required') }}{% endif %}"
+    labeller = Labeller(byte_tokenizer(needs + CHATML))
+    found = labeller.label(conversation("hi", "yo"))
+    assert isinstance(found, Skipped)
+    assert found.where == "here, A system message is required (chat template of byte tokenizer)"
+    assert isinstance(labeller.label(conversation("hi", "yo", system="s")), Labelled)
+    with pytest.raises(TemplateError, match=r"the chat template refuses it: no such luck \(chat template of byte tok"):
+        Labeller(byte_tokenizer("{{ raise_exception('no such luck') }}")).label(conversation("hi", "yo"))
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])

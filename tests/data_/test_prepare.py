@@ -190,7 +190,9 @@ def test_overwriting_with_what_cannot_be_read_loses_nothing(target: Path, source
 
 def test_no_usable_conversation_is_an_error(target: Path, tmp_path: Path):
     source = write_lines(tmp_path / "rows.jsonl", [record("a"), record("b"), {}])
-    with pytest.raises(ValueError, match=r"none of 3 rows can be used .*\(no assistant turn: 2; no turns: 1\)"):
+    with pytest.raises(
+        ValueError, match=r"none of 3 rows can .*\(no assistant turn: 2; no turns: 1\), first: .*:1; .*:3$"
+    ):
         run(target, tmp_path / "out", source)
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="the sources are empty"):

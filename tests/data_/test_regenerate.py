@@ -194,6 +194,7 @@ def test_every_conversation_is_there_once_and_half_of_them_greedy(tmp_path: Path
     assert (progress.lines, progress.kept, progress.turns) == (45, 0, 90)
     assert progress.tokens == sum(end - start for row in rows for start, end in row["supervised"])
     assert progress.skipped == {"no turns": 5}
+    assert progress.left_out()[1:] == ["5 skipped: no turns (first: there)"]
     assert all(len(numbers) <= BATCH for _, numbers in target.asked)
     greedily = {n for greedy, numbers in target.asked if greedy for n in numbers}
     assert greedily == {n for n in range(1, COUNT, 2) if n % 10 != 3}
@@ -239,6 +240,28 @@ def test_a_higher_limit_goes_on(tmp_path: Path):
     assert write(path, Target(), limit=8).kept == 8
     assert write(path, Target()).kept == 8
     assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_nothing_to_answer_is_an_error_and_no_file(tmp_path: Path):
+    refusing = byte_tokenizer("{{ raise_exception('no') }}")
+    found: list[tuple[list[Conversation | Skipped], str]] = [
+        (
+            [Skipped("no turns", "there:1"), talk("q", "old")],
+            r"1 skipped: no turns \(first: there:1\); 1 skipped: the ",
+        ),
+        ([], "there is none"),
+    ]
+    for rows, said in found:
+        with pytest.raises(RegenerateError, match=rf"^here\.jsonl: no conversation can be answered: {said}"):
+            regenerate(
+                tmp_path / "a.jsonl",
+                plan(),
+                iter(rows),
+                lambda number, one: open_dialogue(one, number, refusing, 1000, None),
+                Target(),
+                source="here.jsonl",
+            )
+        assert not list(tmp_path.iterdir())
 
 
 def test_another_specification_is_an_error_that_names_what_differs(tmp_path: Path):

@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from spd_jax.data.conversations import NO_TURNS, Conversation, Message, Skipped
+from spd_jax.data.conversations import NO_TURNS, SURROGATE, Conversation, Message, Skipped
 from spd_jax.data.sources import CUT_OFF, NOT_JSON, SourceError, read_conversations, source_digest
 
 datasets.disable_progress_bars()
@@ -74,6 +74,32 @@ def test_a_line_that_is_not_utf8_is_named(lines: Path):
     lines.write_bytes(lines.read_bytes() + b'{"messages": "\xff"}\n')
     with pytest.raises(SourceError, match=r"rows\.jsonl:4: .*utf-8"):
         list(read_conversations(lines))
+
+
+def test_halves_of_surrogate_pairs_are_found_in_every_format(tmp_path: Path):
+    """Also where a reader ends in the middle of an escape, and beside whole pairs and what only looks like one."""
+    texts = ["\ud83d", "a \ud83d b", "\udc00", "\ud83d\ud83d", "é😀", "\\ud83d", "\\\\\ud83d", "\ud83d\\ude00"]
+    texts += [f"{'x' * size}😀\n{'f' * size}\ud83d" for size in range(0, 9000, 700)]
+    rows = "[" + ",".join(json.dumps(record(text)) for text in texts) + "]"
+    expected = ["no text" if any("\ud800" <= c <= "\udfff" for c in text) else text for text in texts]
+    for spelt in (rows, rows.replace("\\ud83d", "\\uD83D")):
+        (tmp_path / "rows.json").write_text(spelt)
+        (tmp_path / "rows.jsonl").write_text(spelt[1:-1].replace(',{"messages"', '\n{"messages"'))
+        for name in ("rows.json", "rows.jsonl"):
+            found = list(read_conversations(tmp_path / name))
+            said = ["no text" if isinstance(one, Skipped) else one.messages[0].content for one in found]
+            assert said == [text.replace("ud83d", "uD83D" if "uD83D" in spelt else "ud83d") for text in expected]
+            assert {one.reason for one in found if isinstance(one, Skipped)} == {SURROGATE}
+    said = "turn 1: half of a surrogate pair, U+D83D, at character 0: it is no text"
+    assert getattr(found[0], "where", None) == f"{tmp_path}/rows.jsonl:1, {said}"
+
+
+def test_an_array_that_is_not_utf8_is_named(tmp_path: Path):
+    path = tmp_path / "rows.json"
+    path.write_bytes(json.dumps([record("a"), record("b")]).replace("re: b", "re: X").encode().replace(b"X", b"\xff"))
+    with pytest.raises(SourceError, match=r"rows\.json: record 1: not valid JSON: .*invalid bytes in UTF8"):
+        list(read_conversations(path))
+    assert [type(one) for one in read_conversations(path, skip_invalid=True)] == [Conversation, Skipped]
 
 
 def test_ids_that_cannot_be_are_named_or_counted(lines: Path):

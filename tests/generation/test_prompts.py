@@ -76,6 +76,13 @@ def test_a_limit_stops_reading(tmp_path: Path):
         ('{"turns": "x"}', "turns must be a list of strings"),
         ('{"prompt_ids": []}', "prompt_ids is empty"),
         ('{"prompt_ids": [1, true]}', "prompt_ids must be a list of whole numbers"),
+        (
+            r'{"prompt": "cut emoji \ud83d"}',
+            r"prompt holds half of a surrogate pair, U\+D83D, at character 10: it is no",
+        ),
+        (r'{"turns": ["x", "\udc00"]}', r"turns holds half of a surrogate pair, U\+DC00"),
+        (r'{"prompt": "x", "question_id": ["\ud83d"]}', r"question_id holds half of a surrogate pair"),
+        (r'{"prompt": "x", "category": "\ud83d"}', r"category holds half of a surrogate pair"),
         ('{"prompt_ids": [1.5]}', "prompt_ids must be a list of whole numbers"),
     ],
 )
@@ -99,6 +106,8 @@ def test_a_file_without_prompts_is_refused(data: bytes):
 def test_one_empty_text_among_two_is_named():
     with pytest.raises(PromptError, match=r"^prompt 2: prompt is empty"):
         text_prompts(["hello", ""])
+    with pytest.raises(PromptError, match=r"^prompt 2: prompt holds half of a surrogate pair, U\+D83D, at character 1"):
+        text_prompts(["hello", "x\ud83d"])
 
 
 def encode(prompt: Prompt, tokenizer: Tokenizer | None, *, chat: bool = True, max_length: int = 16) -> list[int]:

@@ -35,6 +35,26 @@ def test_a_run_and_the_next(arguments: list[str], tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out.rstrip().endswith(f"{tmp_path / 'out'} was there already")
 
 
+def test_rows_that_are_left_out_are_counted_and_located(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    rows = tmp_path / "rows.jsonl"
+    count = rows.read_text().count("\n")
+    for role, more in (
+        ("narrator", {}),
+        ("assistant", {"reasoning_content": "hm"}),
+        ("assistant", {"content": "\ud83d"}),
+    ):
+        turns = [{"role": "user", "content": "q"}, {"role": role, "content": "a", **more}]
+        rows.write_text(rows.read_text() + json.dumps({"messages": turns}) + "\n")
+    assert script.main(arguments) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert f"skipped: unknown role 1 first: {count + 1}, turn 2: role 'narrator'" in lines
+    assert f"skipped: the chat template has no place for its reasoning 1 first: {count + 2}, 'hm'" in lines
+    said = "turn 2: half of a surrogate pair, U+D83D, at character 0: it is no text"
+    assert f"skipped: half of a surrogate pair 1 first: {count + 3}, {said}" in lines
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spd_jax.weights.template import REFUSED, TEXT_LOST, TemplateRefusal
+from spd_jax.weights.template import REASONING_LOST, REFUSED, TEXT_LOST, TemplateRefusal
 from spd_jax.weights.tokenizer import Tokenizer
 from tests.data_.chat import CHATML, GEMMA, byte_tokenizer
 
@@ -67,6 +67,27 @@ def test_a_system_message_that_is_never_read_is_an_error():
     assert tokenizer.chat_text(MESSAGES[1:])
     with pytest.raises(TemplateRefusal, match=rf"^{TEXT_LOST}: 'be kind', said by the system"):
         tokenizer.chat_text(MESSAGES)
+
+
+THINKS = CHATML.replace(CONTENT, "{% if message.KEY %}<think>{{ message.KEY }}</think>{% endif %}" + CONTENT)
+ANSWERED = [*ASKED, {"role": "assistant", "content": "4"}]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_handed_over_under_the_name_that_is_read(key: str):
+    tokenizer = byte_tokenizer(THINKS.replace("KEY", key))
+    for given in ("reasoning_content", "reasoning", "thinking"):
+        messages = [*ASKED, ANSWERED[1] | {given: "2 + 2"}]
+        assert "<|im_start|>assistant\n<think>2 + 2</think>4<|im_end|>" in tokenizer.chat_text(messages)
+    assert "think" not in tokenizer.chat_text(ANSWERED)
+
+
+def test_reasoning_without_a_place_is_refused():
+    messages = [*ASKED, ANSWERED[1] | {"reasoning_content": "two and two"}]
+    with pytest.raises(TemplateRefusal, match=rf"^{REASONING_LOST}: 'two and two'") as refused:
+        byte_tokenizer().chat_text(messages)
+    assert refused.value.reason == REASONING_LOST
+    assert byte_tokenizer().chat_text(ANSWERED)
 
 
 def test_a_refusal_stays_one():
