@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from spd_jax.files import write_whole
+from spd_jax.files import likely_cause, write_whole
 
 RUN_FILE, LOG_FILE, CURVES = "run.json", "log.jsonl", "curves.png"
 STATES, BEST, LAST, BOARD = "states", "best", "last", "tensorboard"
@@ -192,11 +192,27 @@ class Log:
         self._path = path
 
     def read(self) -> list[dict[str, Any]]:
-        """All events of the log; a line that was cut off is left out."""
+        """All events of the log; a line that was cut off is left out.
+
+        Raises:
+            RunError: a line is no event; names it.
+        """
         if not self._path.is_file():
             return []
         lines = self._path.read_bytes().split(b"\n")[:-1]  # what follows the last line feed is cut off
-        return [json.loads(line) for line in lines if line]
+        return [self._event(number, line) for number, line in enumerate(lines, 1) if line]
+
+    def _event(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            event = json.loads(line)
+        except (RecursionError, ValueError) as error:
+            raise RunError(f"{self._path}:{number}: not valid JSON: {error}{likely_cause(line)}") from error
+        if not isinstance(event, dict) or not isinstance(event.get("step"), int) or "kind" not in event:
+            raise RunError(f"{self._path}:{number}: expected an event with its step and kind, found {event!r:.80}")
+        wrong = [name for name, value in event.items() if name != "kind" and not isinstance(value, int | float | None)]
+        if wrong:
+            raise RunError(f"{self._path}:{number}: {wrong[0]} must be a number, found {event[wrong[0]]!r:.80}")
+        return event
 
     def append(self, event: Mapping[str, Any]) -> None:
         """Write an event behind those that are there."""

@@ -66,7 +66,7 @@ class Broken:
     """One file with other contents: None for no file, a folder where `folder` is set."""
 
     file: str
-    data: bytes | None
+    data: bytes | None = dataclasses.field(repr=False)
     how: str
     folder: bool = False
 
@@ -78,9 +78,6 @@ class Broken:
             path.mkdir()
         elif self.data is not None:
             path.write_bytes(self.data)
-
-    def __repr__(self) -> str:
-        return f"{self.file}: {self.how}"
 
 
 @st.composite

@@ -258,11 +258,11 @@ def test_a_line_that_was_cut_off_is_none(tmp_path: Path):
     log = Log(tmp_path / "log.jsonl")
     assert log.read() == []
     for step in range(4):
-        log.append({"step": step, "text": "a\u2028b"})
+        log.append({"step": step, "kind": "a\u2028b"})
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"step": 4, "te')
     assert [line["step"] for line in log.read()] == [0, 1, 2, 3]
     log.cut(2)
-    log.append({"step": 3})
+    log.append({"step": 3, "kind": "step"})
     assert [line["step"] for line in log.read()] == [0, 1, 2, 3]
     assert not list(tmp_path.glob("*.partial"))
