@@ -5,6 +5,7 @@ Its greedy text reads " server and the content of the control ...", so that test
 
 import json
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -16,16 +17,23 @@ TARGET = DATA / "tiny_llama" / "target"
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def write_byte_tokenizer(folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json of the byte tokenizer, with a chat template."""
-    spelling = bytes_to_unicode()
+def write_byte_tokenizer(folder: Path, *, special: Mapping[int, str] | None = None, more: Sequence[str] = ()) -> None:
+    """Write tokenizer.json and tokenizer_config.json of the byte tokenizer, with a chat template.
+
+    Args:
+        special: bytes that are special tokens with these names, and so have no text.
+        more: special tokens behind the vocabulary of the targets, from id 260 on.
+    """
+    special = special or {}
+    spelling = bytes_to_unicode() | special
     inner = Tokenizer(models.BPE(vocab={spelling[b]: b for b in range(256)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>", "<pad>", "<unused>")])
+    named = (*special.values(), "<s>", "</s>", "<pad>", "<unused>")
+    inner.add_special_tokens([AddedToken(token, special=True) for token in (*named, *more)])
     inner.save(str(folder / "tokenizer.json"))
-    named = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    about = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
 def copy_target(folder: Path, name: str = "tiny_llama") -> Path:

@@ -31,6 +31,7 @@ class RegenerateConfig:
         temperature: of the sampled answers; 0 makes all answers greedy.
         top_k: sample among the k most likely tokens; 0 is off, and much slower on a CPU.
         top_p: sample among the most likely tokens that hold this share of probability; 1 is off.
+        stop: special tokens of the tokenizer, such as <|im_end|>, that end an answer besides those of the model.
         greedy_share: share of the conversations whose answers are greedy, from 0 to 1; the others are sampled.
         seed: of the random numbers; a conversation's own do not depend on its neighbours.
         dtype: of the weights. bfloat16 is the faster one for large batches where the CPU has matrix units for it.
@@ -53,6 +54,7 @@ class RegenerateConfig:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    stop: tuple[str, ...] = ()
     greedy_share: float = 0.0
     seed: int = 0
     dtype: Dtype = "float32"

@@ -92,7 +92,10 @@ class DecodingConfig(PipelineConfig):
         top_k: sample among the k most likely tokens; 0 is off.
         top_p: sample among the most likely tokens that hold this share of probability; 1 is off.
         seed: of the random numbers; a prompt's own do not depend on its neighbours.
-        eos_ids: token ids that end a text (default: the model's).
+        eos_ids: token ids that end a text (default: those that the model's config.json and generation_config.json name,
+            or its GGUF file, and the end token of its tokenizer).
+        stop: strings that end a text; the text ends before, the ids with the token that completed the string. A special
+            token of the tokenizer, such as <|im_end|>, ends a text too.
         ignore_eos: forbid the ids that end a text, to the target and the draft alike.
         width: branches of the draft tree that a pipeline column holds; 1 is a chain.
         proposal: how a draft's branches come from its distribution when sampling: sample draws them without
@@ -108,6 +111,7 @@ class DecodingConfig(PipelineConfig):
     top_p: float = 1.0
     seed: int = 0
     eos_ids: tuple[int, ...] | None = None
+    stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     width: int = 1
     proposal: Proposal = "sample"
@@ -118,6 +122,8 @@ class DecodingConfig(PipelineConfig):
             at_least(1, name, getattr(self, name))
         at_least(0, "max_new_tokens", self.max_new_tokens)
         at_least(0, "seed", self.seed)
+        if "" in self.stop:
+            raise ValueError("stop holds an empty string, which would end every text at once")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +133,6 @@ class GenerateConfig(DecodingConfig, EngineConfig):
     Args:
         prompt: prompts as text; `-` reads one from standard input. Takes the place of `prompts`.
         prompts: a JSONL file with prompt, turns (the first is taken) or prompt_ids in a line; `-` for standard input.
-        stop: strings that end a text; the text ends before, the ids with the token that completed the string.
         log_probs: record the log-probability of every token under the target.
         compare: decode autoregressively too, on one device, and compare.
         json: file for the results.
@@ -136,16 +141,10 @@ class GenerateConfig(DecodingConfig, EngineConfig):
 
     prompt: tuple[str, ...] = ()
     prompts: str | None = None
-    stop: tuple[str, ...] = ()
     log_probs: bool = False
     compare: bool = False
     json: str | None = None
     trace: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if "" in self.stop:
-            raise ValueError("stop holds an empty string, which would end every text at once")
 
 
 def at_least(least: int, name: str, value: float | int | None) -> None:

@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -107,6 +107,26 @@ class PreparedData:
         """Where an example came from."""
         return self._columns["origin"][int(self._rows[index])].as_py()
 
+    def refuse_unknown_ids(self, vocab_size: int, what: Callable[[int], str]) -> None:
+        """Refuse data, of either split, with an id outside 0..vocab_size - 1.
+
+        Args:
+            what: says what is wrong with such an id.
+
+        Raises:
+            PreparedError: names the first such id, where it came from, and what is wrong.
+        """
+        row = 0
+        for chunk in self._columns["ids"].chunks:
+            ids = chunk.flatten().to_numpy(zero_copy_only=False)
+            wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+            if wrong.size:
+                ends = np.cumsum(chunk.value_lengths().to_numpy())
+                row += int(np.searchsorted(ends, wrong[0], side="right"))
+                origin = self._columns["origin"][row].as_py()
+                raise PreparedError(f"{self.path}: conversation {origin}: {what(int(ids[wrong[0]]))}")
+            row += len(chunk)
+
     @property
     def digest(self) -> str:
         """sha256 of the specification, in hexadecimal."""
@@ -171,7 +191,7 @@ def _check_manifest(file: Path, manifest: Mapping[str, Any]) -> None:
             raise PreparedError(f"{file}: {where} must be an object, found {tree!r:.80}")
         for name, kind in kinds.items():
             value = tree.get(name)
-            if not isinstance(value, kind) or isinstance(value, bool):
+            if name not in tree or not isinstance(value, kind) or isinstance(value, bool):
                 raise PreparedError(f"{file}: {name} in {where} cannot be {value!r:.80}")
 
     check("it", manifest, {"digest": str, "shards": list})

@@ -126,9 +126,9 @@ def regenerate(
             reasons = "; ".join(progress.left_out()) or "there is none"
             raise RegenerateError(f"{source}: no conversation can be answered: {reasons}")
     except Exception:
-        if not path.stat().st_size:  # nothing to go on with
-            path.unlink()
-            manifest_path(path).unlink()
+        if not (path.exists() and path.stat().st_size):  # nothing to go on with
+            path.unlink(missing_ok=True)
+            manifest_path(path).unlink(missing_ok=True)
         raise
     return progress
 

@@ -19,7 +19,7 @@ from spd_jax.decode.sampling import Sampling
 from spd_jax.decode.tree import Tree
 from spd_jax.evaluation.samples import Key, SampleFile, check_folder
 from spd_jax.generation.engine import OWN_HEAD, Engine, open_engine
-from spd_jax.generation.loading import end_ids
+from spd_jax.generation.loading import Ends, find_ends
 from spd_jax.generation.prompts import Prompt, PromptError, encode_later_turn, encode_prompt, read_prompts
 from spd_jax.generation.report import counted
 from spd_jax.generation.scripted import parse_script
@@ -60,6 +60,7 @@ class EvaluationJob:
     engines: dict[str, Engine]
     questions: tuple[Question, ...]
     options: Options
+    ends: Ends
     settings: dict[str, Any]
     files: dict[str, SampleFile]
 
@@ -121,26 +122,26 @@ def prepare_evaluation(config: EvaluateConfig) -> EvaluationJob:
     prompts = {Path(path).stem: read_prompts(path, config.limit) for path in config.prompts}
     engines = _engines(config)
     engine = next(iter(engines.values()))
-    eos = end_ids(engine, config.eos_ids)
+    ends = find_ends(engine, config)
     questions = [
-        _question(config, engine, dataset, index, prompt, eos)
+        _question(config, engine, dataset, index, prompt, ends.ids)
         for dataset, of_dataset in prompts.items()
         for index, prompt in enumerate(of_dataset)
     ]
     options = Options(
         max_new_tokens=config.max_new_tokens,
         sampling=sampling,
-        eos_ids=eos,
+        eos_ids=ends.eos_ids,
         ignore_eos=config.ignore_eos,
         seed=config.seed,
         tree=Tree(config.width, config.proposal),
     )
-    settings = _settings(config, engine, eos)
+    settings = _settings(config, engine, ends.eos_ids)
     folder = Path(config.out)
     if folder.is_dir():
         check_folder(folder, settings)
     folder.mkdir(parents=True, exist_ok=True)
-    job = EvaluationJob(config, engines, tuple(questions), options, settings, {})
+    job = EvaluationJob(config, engines, tuple(questions), options, ends, settings, {})
     job.files.update(_files(job, folder))
     return job
 
@@ -201,6 +202,7 @@ def _settings(config: EvaluateConfig, engine: Engine, eos: Sequence[int]) -> dic
         "max_new_tokens": config.max_new_tokens,
         "eos_ids": list(eos),
         "ignore_eos": config.ignore_eos,
+        **({"stop": list(config.stop)} if config.stop else {}),
         "seed": config.seed,
         "compare": config.compare,
     }

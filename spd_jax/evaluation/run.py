@@ -20,6 +20,7 @@ from spd_jax.evaluation.samples import NO_ROOM, Sample
 from spd_jax.generation.compare import Logits, compare_ids
 from spd_jax.generation.loading import LoadProgress, load_plain, named_progress
 from spd_jax.generation.prompts import encode_later_turn
+from spd_jax.generation.text import TextStream
 from spd_jax.generation.verdicts import verdicts_of
 
 
@@ -102,8 +103,8 @@ class Evaluation:
             return list(question.ids)
         before, tokenizer = self.job.files[label].samples[question.key(turn - 1)], self.job.engine.tokenizer
         assert tokenizer is not None, "only texts have turns, and they need a tokenizer"
-        ids, eos = [*before.prompt_ids, *before.ids], self.job.options.eos_ids
-        return encode_later_turn(question.prompt, turn, ids, eos, tokenizer, chat=self.job.config.chat)
+        ids, ends = [*before.prompt_ids, *before.ids], self.job.ends.ids
+        return encode_later_turn(question.prompt, turn, ids, ends, tokenizer, chat=self.job.config.chat)
 
     def _decoded(
         self, label: str, questions: Sequence[Question], turn: int, contexts: list[list[int]]
@@ -114,19 +115,22 @@ class Evaluation:
             texts = [self._reference(q, turn, ids) for q, ids in zip(questions, contexts, strict=True)]
             drafts = [scripted.drafts(text, self.job.engine.vocab_size) for text in texts]
             options = dataclasses.replace(options, forced_drafts=drafts)
+        tokenizer, stops = self.job.engine.tokenizer, self.job.ends.stops
+        texts = TextStream(tokenizer, len(questions), stops) if tokenizer is not None and stops else None
+        options = options if texts is None else dataclasses.replace(options, stop=texts.check)
         decoder = self._plain if label == AUTOREGRESSIVE else self._decoders.pipelines[label]
         start = time.perf_counter()
         decoder.warm_up(contexts, options)
         self.warm_up_seconds += time.perf_counter() - start
         generation = decoder.generate(contexts, options)
-        tokenizer = self.job.engine.tokenizer
-        for question, result in zip(questions, generation.results, strict=True):
+        for row, (question, result) in enumerate(zip(questions, generation.results, strict=True)):
+            text = None if tokenizer is None else tokenizer.decode(result.ids)
             sample = self._sample(
                 question,
                 turn,
                 result.prompt_ids,
                 ids=tuple(result.ids),
-                text=None if tokenizer is None else tokenizer.decode(result.ids),
+                text=text if texts is None else texts.finish(row, result),
                 verdicts=verdicts_of(result),
                 token_cycles=tuple(token.cycle for token in result.tokens),
                 finish_reason=result.finish_reason or "length",

@@ -16,6 +16,7 @@ from spd_jax.generation.engine import open_engine
 from spd_jax.generation.prompts import encode_prompt, read_prompts
 from spd_jax.plan import StagePlan
 from spd_jax.speculation.module import SpeculationModule
+from spd_jax.weights.ids import end_ids
 
 
 def decoding_evaluator(config: DistillConfig, plan: StagePlan) -> Callable[[SpeculationModule], Mapping[str, float]]:
@@ -42,7 +43,8 @@ def decoding_evaluator(config: DistillConfig, plan: StagePlan) -> Callable[[Spec
         encode_prompt(prompt, engine.tokenizer, chat=True, vocab_size=engine.num_tokens, max_length=engine.max_length)
         for prompt in read_prompts(config.decode_prompts or "", config.decode_limit)
     ]
-    options = Options(max_new_tokens=config.decode_new_tokens, eos_ids=engine.weights.config.eos_token_ids)
+    ends = end_ids(engine.weights.config, engine.tokenizer, config.target)
+    options = Options(max_new_tokens=config.decode_new_tokens, eos_ids=ends)
     decoders: list[Any] = []
 
     def evaluate(module: SpeculationModule) -> Mapping[str, float]:

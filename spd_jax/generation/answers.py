@@ -23,11 +23,13 @@ from spd_jax.decode.options import Options
 from spd_jax.decode.sampling import Sampling
 from spd_jax.parallel.platform import set_up_platform
 from spd_jax.parallel.watch import Watch
+from spd_jax.weights.ids import end_ids, find_stops, unknown_id
 from spd_jax.weights.load import load_decoder, open_target
 from spd_jax.weights.mapping import TargetWeights, config_digest
 from spd_jax.weights.tokenizer import Tokenizer, load_tokenizer
 
-NOT_FACTS = ("out", "limit", "compilation_cache", "patience", "skip_invalid")  # options that decide about no line
+# Options that decide about no line, or (stop) stand among the facts by what they come to.
+NOT_FACTS = ("out", "limit", "compilation_cache", "patience", "skip_invalid", "stop")
 CAPACITY_STEP = 128  # positions; measured: most of a step's time is reading the caches
 
 
@@ -63,11 +65,12 @@ class DecodedAnswers:
 
 @dataclasses.dataclass(frozen=True)
 class Regeneration:
-    """A run whose options have been checked; no weights are loaded yet."""
+    """A run whose options have been checked; no weights are loaded yet. `ends` are the ids that end an answer."""
 
     config: RegenerateConfig
     weights: TargetWeights
     tokenizer: Tokenizer
+    ends: tuple[int, ...]
     plan: Plan
 
     def run(self, on_batch: Callable[[Progress], None]) -> Progress:
@@ -86,24 +89,39 @@ class Regeneration:
         options = Options(
             max_new_tokens=config.max_new_tokens,
             sampling=Sampling(config.temperature, config.top_k, config.top_p),
-            eos_ids=self.weights.config.eos_token_ids,
+            eos_ids=self.ends,
             seed=config.seed,
         )
+        decoded = DecodedAnswers(decoder, options, config.batch)
 
         def begin(number: int, conversation: Conversation) -> Dialogue | Skipped:
             room = config.max_length - config.max_new_tokens
-            return open_dialogue(conversation, number, self.tokenizer, room, config.max_turns)
+            opened = open_dialogue(conversation, number, self.tokenizer, room, config.max_turns)
+            if isinstance(opened, Dialogue):
+                self._check(opened.ids, opened.origin)
+            return opened
+
+        def answer(prompts: Sequence[Sequence[int]], numbers: Sequence[int], greedy: bool) -> list[Answer]:
+            for ids, number in zip(prompts, numbers, strict=True):  # later turns too
+                self._check(ids, f"conversation {number} of {config.source}")
+            return decoded(prompts, numbers, greedy)
 
         return regenerate(
             Path(config.out),
             self.plan,
             read_conversations(config.source, split=config.split, skip_invalid=config.skip_invalid),
             begin,
-            DecodedAnswers(decoder, options, config.batch),
+            answer,
             limit=config.limit,
             source=config.source,
             on_batch=on_batch,
         )
+
+    def _check(self, ids: Sequence[int], origin: str) -> None:
+        """Refuse a prompt with ids that the model does not have."""
+        wrong = unknown_id(ids, self.weights.config.vocab_size, self.tokenizer)
+        if wrong:
+            raise ValueError(f"{origin}: {wrong} of {self.config.target}")
 
 
 def open_regeneration(config: RegenerateConfig) -> Regeneration:
@@ -111,7 +129,7 @@ def open_regeneration(config: RegenerateConfig) -> Regeneration:
 
     Raises:
         OSError, ValueError: target or source is not there or not one, the tokenizer has no chat template, the target
-            has no id that ends a turn, sampling options that contradict each other.
+            has no id that ends a turn, a stop that is no special token, sampling options that contradict each other.
     """
     set_up_platform(compilation_cache=config.compilation_cache)
     Sampling(config.temperature, config.top_k, config.top_p)
@@ -120,13 +138,17 @@ def open_regeneration(config: RegenerateConfig) -> Regeneration:
         raise ValueError(
             f"{config.target}: the tokenizer has no chat template, so it has no conversations to answer in"
         )
-    if not weights.config.eos_token_ids:
-        raise ValueError(f"{config.target}: the model names no id that ends a turn, so answers would never end")
+    ends = _end_ids(config, weights, tokenizer)
+    if not ends:
+        raise ValueError(
+            f"{config.target}: neither model nor tokenizer names an id that ends a turn, so answers would never end"
+        )
     if config.max_length > weights.config.context:
         raise ValueError(
             f"max_length {config.max_length} is above the {weights.config.context} positions of {config.target}"
         )
     facts = {name: value for name, value in dataclasses.asdict(config).items() if name not in NOT_FACTS}
+    facts["eos_ids"] = list(ends)
     digests = {
         "target_digest": config_digest(weights),
         "tokenizer": tokenizer.digest,
@@ -135,5 +157,17 @@ def open_regeneration(config: RegenerateConfig) -> Regeneration:
     greedy_share = 1.0 if config.temperature == 0.0 else config.greedy_share
     sampling = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p, "seed": config.seed}
     return Regeneration(
-        config, weights, tokenizer, Plan(config.batch, greedy_share, config.seed, sampling, facts | digests)
+        config, weights, tokenizer, ends, Plan(config.batch, greedy_share, config.seed, sampling, facts | digests)
     )
+
+
+def _end_ids(config: RegenerateConfig, weights: TargetWeights, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids that end an answer: the model's, and the special tokens that stop it."""
+    stops = find_stops(config.stop, tokenizer, weights.config.vocab_size, config.target)
+    if stops.strings:
+        special = ", ".join(sorted(map(repr, tokenizer.special_tokens.values()))[:8]) or "none"
+        raise ValueError(
+            f"stop {stops.strings[0]!r} is no special token of {config.target}, and an answer's ids cannot be cut "
+            f"inside of a text; special tokens are {special}"
+        )
+    return tuple(dict.fromkeys((*end_ids(weights.config, tokenizer, config.target), *stops.ids)))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spd_jax.files import likely_cause, no_text
+from spd_jax.weights.ids import unknown_id
 from spd_jax.weights.template import TEXT_LOST, TemplateRefusal
 from spd_jax.weights.tokenizer import Tokenizer
 
@@ -156,9 +157,9 @@ def encode_prompt(
         ids = _located(prompt, lambda: tokenizer.encode(prompt.text or ""))
     if not ids:
         raise PromptError(f"{prompt.origin}: the prompt has no tokens, it needs at least one")
-    wrong = [token for token in ids if not 0 <= token < vocab_size]
+    wrong = unknown_id(ids, vocab_size, tokenizer)
     if wrong:
-        raise PromptError(f"{prompt.origin}: id {wrong[0]} is outside the vocabulary 0..{vocab_size - 1}")
+        raise PromptError(f"{prompt.origin}: {wrong}")
     if len(ids) >= max_length:
         raise PromptError(
             f"{prompt.origin}: the prompt has {len(ids)} tokens, at most {max_length - 1} leave room for one more "

@@ -20,7 +20,7 @@ from spd_jax.decode.tree import Tree
 from spd_jax.files import write_whole
 from spd_jax.generation.compare import Comparison, Logits, compare_ids
 from spd_jax.generation.engine import Engine, open_engine
-from spd_jax.generation.loading import LoadProgress, end_ids, load_plain, named_progress
+from spd_jax.generation.loading import Ends, LoadProgress, find_ends, load_plain, named_progress
 from spd_jax.generation.prompts import (
     STDIN,
     Prompt,
@@ -70,6 +70,7 @@ class Job:
     prompts: tuple[Prompt, ...]
     ids: tuple[tuple[int, ...], ...]
     options: Options
+    ends: Ends
 
     @property
     def compares(self) -> bool:
@@ -122,9 +123,7 @@ def prepare(config: GenerateConfig, stdin: Callable[[], str] | None = None) -> J
         if path is not None:
             prepare_output(path)
     engine = open_engine(config)
-    if config.stop and engine.tokenizer is None:
-        raise ValueError(f"{config.target} has no tokenizer, so there is no text that stop strings could end")
-    eos = end_ids(engine, config.eos_ids)
+    ends = find_ends(engine, config)
     ids = [
         encode_prompt(p, engine.tokenizer, chat=config.chat, vocab_size=engine.vocab_size, max_length=engine.max_length)
         for p in prompts
@@ -132,13 +131,13 @@ def prepare(config: GenerateConfig, stdin: Callable[[], str] | None = None) -> J
     options = Options(
         max_new_tokens=config.max_new_tokens,
         sampling=sampling,
-        eos_ids=eos,
+        eos_ids=ends.eos_ids,
         ignore_eos=config.ignore_eos,
         seed=config.seed,
         log_probs=config.log_probs,
         tree=Tree(config.width, config.proposal),
     )
-    return Job(config, engine, tuple(prompts), tuple(map(tuple, ids)), options)
+    return Job(config, engine, tuple(prompts), tuple(map(tuple, ids)), options, ends)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,8 +242,9 @@ class Run:
         tokenizer = self.job.engine.tokenizer
         if tokenizer is None:
             return IdStream(size), options
-        texts = TextStream(tokenizer, size, self.job.config.stop)
-        return texts, dataclasses.replace(options, stop=texts.check if self.job.config.stop else None)
+        stops = self.job.ends.stops
+        texts = TextStream(tokenizer, size, stops)
+        return texts, dataclasses.replace(options, stop=texts.check if stops else None)
 
     def _reference(self, prompts: Sequence[Sequence[int]], options: Options) -> Generation:
         plain = self._decoders.plain

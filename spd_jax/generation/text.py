@@ -4,16 +4,20 @@ One object serves one batch of one decoder. Its `check` is the decoder's `StopCh
 text that can be shown: text that may still become a stop string is held back, so nothing ever has to be taken back.
 
 A stop string cuts ids and text at one place: the ids end with the token that completes the string, the text ends right
-before it. Worked example: stop "bc", tokens "ab" and "cd": both ids stay, the text is "a". Special tokens have no text.
+before it. Worked example: stop "bc", tokens "ab" and "cd": both ids stay, the text is "a". Special tokens have no text,
+so those that end a sequence are looked for among the ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spd_jax.decode.options import Piece
+from spd_jax.decode.options import Piece, SequenceResult
 from spd_jax.weights.detokenize import IncrementalDetokenizer
+from spd_jax.weights.ids import Stops
 from spd_jax.weights.tokenizer import Tokenizer
+
+NO_STOPS = Stops()
 
 
 class TextStream:
@@ -21,14 +25,14 @@ class TextStream:
 
     Args:
         size: number of sequences.
-        stop: strings that end a sequence.
+        stops: what ends a sequence.
     """
 
-    def __init__(self, tokenizer: Tokenizer, size: int, stop: Sequence[str] = ()):
-        self._texts = [_Text(IncrementalDetokenizer(tokenizer), tuple(stop)) for _ in range(size)]
+    def __init__(self, tokenizer: Tokenizer, size: int, stops: Stops = NO_STOPS):
+        self._texts = [_Text(IncrementalDetokenizer(tokenizer), stops) for _ in range(size)]
 
     def check(self, sequence: int, ids: Sequence[int]) -> int | None:
-        """How many ids to keep if a stop string has been completed, else None (a `StopCheck`)."""
+        """How many ids to keep if a stop has come, else None (a `StopCheck`)."""
         return self._texts[sequence].take(ids)
 
     def push(self, piece: Piece) -> str:
@@ -36,6 +40,10 @@ class TextStream:
         text = self._texts[piece.sequence]
         text.add(piece)
         return text.release(ended=piece.finish_reason is not None)
+
+    def finish(self, sequence: int, result: SequenceResult) -> str:
+        """The text of a sequence of which nothing has been pushed, as a whole."""
+        return self.push(Piece(sequence, tuple(result.tokens), result.finish_reason or "length"))
 
     def text(self, sequence: int) -> str:
         """Everything that `push` has returned for a sequence."""
@@ -62,9 +70,9 @@ class IdStream:
 class _Text:
     """One sequence. `whole` is the text of the first `read` ids, cut before the stop string if there is one."""
 
-    def __init__(self, detokenizer: IncrementalDetokenizer, stop: tuple[str, ...]):
-        self._detokenizer, self._stop = detokenizer, stop
-        self._longest = max(map(len, stop), default=0)
+    def __init__(self, detokenizer: IncrementalDetokenizer, stops: Stops):
+        self._detokenizer, self._stop, self._stop_ids = detokenizer, stops.strings, stops.ids
+        self._longest = max(map(len, stops.strings), default=0)
         self._read, self._pushed, self._length = 0, 0, 0
         self._stopped = False
         self._whole = ""
@@ -74,8 +82,8 @@ class _Text:
         return self._whole[: self._length]
 
     def take(self, ids: Sequence[int]) -> int | None:
-        """Read ids up to and including the one that completes a stop string."""
-        while self._stop and not self._stopped and self._read < len(ids):
+        """Read ids up to and including the one that is a stop or completes a stop string."""
+        while (self._stop or self._stop_ids) and not self._stopped and self._read < len(ids):
             self._read_one(ids[self._read])
         return self._read if self._stopped else None
 
@@ -91,6 +99,8 @@ class _Text:
         self._read += 1
         start = max(0, len(self._whole) - self._longest + 1)
         self._whole += new
+        if index in self._stop_ids:
+            self._whole, self._stopped = self._whole + self._detokenizer.finish(), True
         found = [place for stop in self._stop if (place := self._whole.find(stop, start)) >= 0]
         if found:
             self._whole, self._stopped = self._whole[: min(found)], True

@@ -40,6 +40,7 @@ from spd_jax.training.start import fit_projections
 from spd_jax.training.step import PassOptions, Programs
 from spd_jax.training.target import load_frozen_target
 from spd_jax.training.trainer import Evaluator, Pace, Trainer, as_rows
+from spd_jax.weights.ids import end_ids, unknown_id
 from spd_jax.weights.load import Progress, open_target
 from spd_jax.weights.mapping import TargetWeights, TensorMap, config_digest
 from spd_jax.weights.tokenizer import Tokenizer, load_tokenizer
@@ -236,6 +237,8 @@ def open_distillation(config: DistillConfig) -> Distillation:
     set_up_platform(devices=config.devices, compilation_cache=config.compilation_cache)
     weights, tokenizer = open_target(config.target), load_tokenizer(config.target)
     parts = [open_prepared(folder, tokenizer_digest=tokenizer.digest) for folder in config.data]
+    for part in parts:
+        _refuse_unknown_ids(config, part, weights, tokenizer)
     data, held_out = Mixture(parts), _held_out(parts)
     if config.evaluate_every and held_out is None:
         raise ValueError(
@@ -261,6 +264,14 @@ def _held_out(parts: Sequence[PreparedData]) -> Mixture | None:
         open_prepared(part.path, split="held_out") for part in parts if part.manifest["splits"]["held_out"]["rows"]
     ]
     return Mixture(found) if found else None
+
+
+def _refuse_unknown_ids(
+    config: DistillConfig, part: PreparedData, weights: TargetWeights, tokenizer: Tokenizer
+) -> None:
+    """Raise for prepared data with ids that the target has no embedding for."""
+    size = weights.config.vocab_size
+    part.refuse_unknown_ids(size, lambda token: f"{unknown_id([token], size, tokenizer)} of {config.target}")
 
 
 def _refuse_misfits(config: DistillConfig, weights: TargetWeights, tokenizer: Tokenizer, head: HeadConfig) -> None:
@@ -307,8 +318,9 @@ def _head(
     )
     ids, coverage = None, 1.0
     if config.draft_vocabulary:
-        ends = [token for token in target.eos_token_ids if token < tokenizer.size]
-        counts = count_tokens(_supervised(data), tokenizer.size)
+        known = min(tokenizer.size, target.vocab_size)
+        ends = [token for token in end_ids(target, tokenizer, config.target) if token < known]
+        counts = count_tokens(_supervised(data), known)
         chosen = choose_draft_vocabulary(counts, config.draft_vocabulary, must_have=ends)
         ids, coverage = chosen.ids, chosen.coverage
     layer = draft_layer_config(target)

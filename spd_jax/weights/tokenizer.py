@@ -68,6 +68,16 @@ class Tokenizer:
         twice = begin and text.startswith(begin) and encoding.ids[:2] == [self.inner.bos_token_id] * 2
         return encoding.ids[bool(twice) :], encoding.offsets[bool(twice) :]
 
+    @functools.cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """Spelling by id of the tokens that have no text."""
+        added = self.inner.added_tokens_decoder.items()
+        return {index: token.content for index, token in added if token.special}
+
+    def spell(self, index: int) -> str | None:
+        """How the vocabulary spells an id; None where it has none."""
+        return self.inner.backend_tokenizer.id_to_token(index)
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of ids; incomplete UTF-8 becomes U+FFFD."""
         return self.inner.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)

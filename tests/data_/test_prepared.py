@@ -197,3 +197,15 @@ def test_counts_add_up():
     one = Counts(rows=2, kept=1, tokens=5, skipped={"a": 1}, first={"a": "x"})
     other = Counts(rows=3, cut=1, supervised=2, turns_left_out=1, skipped={"a": 2, "b": 1}, first={"a": "y", "b": "z"})
     assert one + other == Counts(5, 1, 1, 5, 2, 1, {"a": 3, "b": 1}, {"a": "x", "b": "z"})
+
+
+@pytest.mark.parametrize(("size", "row", "token"), [(911, 9, 911), (911 - 1, 9, 910), (3, 1, 100), (1, 0, 1)])
+def test_an_id_that_a_model_does_not_have_is_named_with_its_row(tmp_path: Path, size: int, row: int, token: int):
+    """Of ten rows whose largest id is 910 in the last; of the first row they are 0 and 1."""
+    write(tmp_path / "out")
+    data = open_prepared(tmp_path / "out")
+    if size > 910:
+        data.refuse_unknown_ids(size, str)
+        return
+    with pytest.raises(PreparedError, match=rf"out: conversation row {row}: {token}$"):
+        data.refuse_unknown_ids(size, str)

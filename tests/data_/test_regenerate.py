@@ -286,3 +286,27 @@ def test_lines_that_were_moved_are_an_error(tmp_path: Path):
     with pytest.raises(RegenerateError, match=r"a\.jsonl:1: expected conversation \d+, found \d+"):
         write(path, Target())
     assert path.read_bytes() == b"".join([*lines[4:], *lines[:4]])
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_error_before_the_first_answers_is_its_own_and_leaves_nothing(tmp_path: Path, lost: bool):
+    """Also where the file is no more when the error comes: tidying up must not hide it."""
+    path = tmp_path / "a.jsonl"
+
+    def fail(prompts: Sequence[Sequence[int]], numbers: Sequence[int], greedy: bool) -> list[Answer]:
+        if lost:
+            path.unlink()
+        raise ValueError("no answers")
+
+    with pytest.raises(ValueError, match="no answers"):
+        regenerate(path, plan(), records(), begin, fail)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_opened_is_named_as_the_system_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError("no leave to write")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(PermissionError, match="no leave to write"):
+        write(tmp_path / "a.jsonl", Target())

@@ -16,7 +16,7 @@ from infer import generate as script
 from spd_jax.config.command_line import parse_command_line
 from spd_jax.config.run import GenerateConfig
 from spd_jax.generation.run import Decoders, load_decoders, prepare
-from tests.byte_text import copy_target
+from tests.byte_text import copy_target, write_byte_tokenizer
 
 PROMPTS = ["The", "Here is a list of"]
 COMMON = ["--stages", "4", "--devices", "5", "--prefill_chunk", "16", "--max_length", "128"]
@@ -48,6 +48,14 @@ Generate = Callable[..., Answer]
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_target(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def marked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same target with a tokenizer in which the letter d, which its texts are full of, is a special token."""
+    folder = copy_target(tmp_path_factory.mktemp("models") / "marked")
+    write_byte_tokenizer(folder, special={ord("d"): "<mark>"})
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -166,6 +166,19 @@ def _untimed(sample: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in sample.items() if not name.endswith("_seconds")}
 
 
+def test_a_special_token_and_a_string_end_answers(evaluate: Evaluate, files: list[str], marked: Path):
+    ends = ["--target", str(marked), "--eos_ids", "257", "258", "--stop", "<mark>", "con"]
+    answer = evaluate("--heads", "target", *files, *TOKENS, *ends)
+    assert (answer.code, answer.err) == (0, "")
+    samples = evaluate.samples("target-T0")
+    assert [bytes(sample["ids"]) for sample in samples[:3]] == [b" server and", b" the con", b" and"]
+    assert [sample["text"] for sample in samples[:3]] == [" server an", " the ", " an"]
+    assert [sample["finish_reason"] for sample in samples[:3]] == ["stop"] * 3
+    assert all(sample["equal"] for sample in samples)
+    code = evaluate("--heads", "target", *files, *TOKENS, *ends[:-1]).code
+    assert code == 2, "answers that end otherwise belong into another folder"
+
+
 def test_another_configuration_in_the_folder_is_refused(evaluate: Evaluate, files: list[str]):
     evaluate("--heads", "oracle", *files, *TOKENS)
     before = {path.name: path.read_bytes() for path in (evaluate.folder / "out").iterdir()}
@@ -236,7 +249,7 @@ def test_ids_that_differ_without_reason_end_in_an_error(evaluate: Evaluate, file
         (["--heads", "target", "nowhere", "--prompts", "FILE"], "head 'nowhere' is no head folder"),
         (["--heads", "oracle", "--prompts", "FILE", "--temperature", "1"], "head oracle drafts what greedy decoding"),
         (["--heads", "target", "--prompts", "FILE", "--top_k", "5"], "no effect at temperature 0"),
-        (["--heads", "target", "--prompts", "FILE", "--eos_ids", "[260]"], "eos_ids must lie in the vocabulary 0..259"),
+        (["--heads", "target", "--prompts", "FILE", "--eos_ids", "[260]"], "eos_ids: id 260 is outside the vocabulary"),
         (["--heads", "target", "--prompts", "FILE", "--turns", "second"], "turns"),
         (["--heads", "target", "--prompts", "FILE", "--head", "x"], "--head"),
         (["--heads", "target", "--prompts", "FILE", "--max_length", "4"], "talks.jsonl:1: the prompt has 4 tokens"),

@@ -134,6 +134,19 @@ def test_a_stop_string_cuts_ids_and_text_at_one_place(generate: Generate, decode
 
 
 @pytest.mark.slow
+def test_a_stop_string_that_is_a_special_token_ends_a_text(generate: Generate, decoders: Decoders, marked: Path):
+    """The token has no text, so the string never comes."""
+    two_ends = ("--eos_ids", "257", "258")  # with the stop as many as other runs have
+    prompt = ("--target", str(marked), "--prompt", "The", "--compare", "true", *TOKENS)
+    answer = generate(*prompt, *two_ends, "--stop", "<mark>", "zzz", with_decoders=decoders)
+    assert (answer.code, answer.err) == (0, "")
+    (record,) = answer.results
+    assert record["finish_reason"] == "stop"
+    assert bytes(record["ids"]) == b" server and"
+    assert record["text"] == " server an"
+    assert record["equal"] is True
+
+
 def test_cycles_do_not_depend_on_how_often_the_host_looks(generate: Generate, decoders: Decoders):
     expected = generate("--prompt", PROMPTS[0], *STOPPED, with_decoders=decoders).results[0]
     pipeline = decoders.pipeline

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent.parent
         (["--prompt", "x", "--plan", "[3,3,1,2]"], "sums to 9, the model has 8 layers"),
         (["--prompt", "x", "--plan", "[4,4]"], "has 2 entries, num_stages is 4"),
         (["--prompt", "x", "--max_length", "513"], "max_length must lie in 2..512"),
-        (["--prompt", "x", "--eos_ids", "[260]"], "eos_ids must lie in the vocabulary 0..259, found [260]"),
+        (["--prompt", "x", "--eos_ids", "[260]"], "eos_ids: id 260 is outside the vocabulary 0..259 of"),
         (["--prompt", "x", "--stages", "8", "--devices", "200"], "200 simulated devices were asked for"),
         (["--prompt", "x", "--max_tokens", "5"], "--max_tokens"),
         (["--prompt", "x", "--json", "."], "is a folder"),

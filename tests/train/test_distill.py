@@ -20,8 +20,9 @@ from spd_jax.speculation.checkpoint import load_head
 from spd_jax.weights.load import open_target
 from spd_jax.weights.mapping import config_digest
 from spd_jax.weights.tokenizer import load_tokenizer
+from tests.byte_text import write_byte_tokenizer
 from tests.one_line import assert_one_clear_line
-from tests.training.world import conversations, make_data, make_target
+from tests.training.world import TEMPLATE, conversations, make_data, make_target
 from train import distill as script
 
 ROOT = Path(__file__).parent.parent.parent
@@ -166,6 +167,20 @@ def test_one_clear_line(distill: Run, arguments: list[str], said: str):
     code, _, error = distill(*arguments)
     assert code == 2
     assert_one_clear_line(error, said)
+
+
+def test_data_with_ids_that_the_target_does_not_have(distill: Run, world: Path, tmp_path: Path):
+    """An added token of the tokenizer, which the template writes: there is nothing to embed."""
+    target = shutil.copytree(world / "target", tmp_path / "target")
+    write_byte_tokenizer(target, more=["<end>"])
+    file = target / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": TEMPLATE.replace("</s>", "<end>")}))
+    data = make_data(tmp_path / "data", target, conversations(2))
+    code, _, error = distill("--target", str(target), "--data", str(data), "--evaluate_every", "0")
+    assert code == 2
+    assert_one_clear_line(error, f"{data}: conversation {data}.jsonl:1: id 260 ('<end>', a token of the tokenizer")
+    assert f"is outside the vocabulary 0..259 of {target}" in error
+    assert not (tmp_path / "run").exists()
 
 
 def test_data_and_heads_of_others(distill: Run, world: Path, tmp_path: Path):

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from spd_jax.config.command_line import parse_command_line
+from spd_jax.config.regenerate import RegenerateConfig
 from spd_jax.data.sources import read_conversations
+from spd_jax.generation.answers import open_regeneration
 from spd_jax.weights.load import load_decoder, open_target
-from tests.byte_text import copy_target
+from tests.byte_text import TEMPLATE, copy_target, write_byte_tokenizer
 from tests.one_line import assert_one_clear_line
 from tests.tiny import decoder_logits
 from train import regenerate as script
@@ -85,6 +88,7 @@ def test_answers_are_the_targets_own(arguments: list[str], target: Path, capsys:
         (["--greedy_share", "1.5"], "greedy_share must lie in [0, 1]"),
         (["--temperature", "0"], "top_k 5 and top_p 1.0 have no effect at temperature 0"),
         (["--source", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["--stop", "END"], "stop 'END' is no special token of"),
         (["--batch", "0"], "batch must be at least 1"),
     ],
 )
@@ -108,4 +112,25 @@ def test_numbers_that_overflow_are_an_error_and_no_answers(
     said = capsys.readouterr().err
     assert "error: answers to conversations [" in said
     assert "the final norm or the head produced NaN or infinity" in said
+    assert not Path(arguments[arguments.index("--out") + 1]).exists()
+
+
+def test_an_answer_ends_at_the_models_ends_and_at_special_tokens(arguments: list[str]):
+    run = open_regeneration(parse_command_line(RegenerateConfig, [*arguments, "--stop", "<unused>"], ""))
+    assert run.ends == (257, 259)
+    assert run.plan.facts["eos_ids"] == [257, 259]
+
+
+def test_a_conversation_with_an_id_that_the_model_does_not_have(
+    arguments: list[str], target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """An added token of the tokenizer, which the template writes; the source's line is named."""
+    other = shutil.copytree(target, tmp_path / "other")
+    write_byte_tokenizer(other, more=["<end>"])
+    template = TEMPLATE.replace("{% endfor %}", "{% if message['role'] == 'user' %}<end>{% endif %}{% endfor %}")
+    file = other / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+    assert script.main([*arguments, "--target", str(other)]) == 2
+    source = arguments[arguments.index("--source") + 1]
+    assert_one_clear_line(capsys.readouterr().err, f"{source}:1: id 260 ('<end>', a token of the tokenizer")
     assert not Path(arguments[arguments.index("--out") + 1]).exists()
