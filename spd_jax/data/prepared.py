@@ -27,7 +27,7 @@ from jaxtyping import Bool, Int32, Int64
 from spd_jax import files
 
 FORMAT = "spd_jax prepared conversations"
-FORMAT_VERSION = 1  # raise it when the same sources and options would give other rows
+FORMAT_VERSION = 2  # raise it when the same sources and options would give other rows
 MANIFEST, UNFINISHED = "manifest.json", "unfinished.json"
 KEY_BITS = 63
 COLUMNS = {"ids": "list<item: int32>", "supervised": "list<item: bool>", "origin": "string", "key": "int64"}

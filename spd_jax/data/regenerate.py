@@ -26,7 +26,7 @@ from spd_jax.data.dialogue import Answer, Dialogue
 from spd_jax.files import read_json, write_whole
 
 FORMAT = "spd_jax regenerated conversations"
-FORMAT_VERSION = 1  # raise it when the same specification would give other lines or another order
+FORMAT_VERSION = 2  # raise it when the same specification would give other lines or another order
 POOL = 8  # batches; the more, the less padding
 
 

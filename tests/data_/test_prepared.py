@@ -177,7 +177,7 @@ def test_what_is_no_prepared_data_says_so(tmp_path: Path):
     with pytest.raises(PreparedError, match=r"holds no prepared conversations \(manifest\.json is missing\)"):
         open_prepared(tmp_path)
     (tmp_path / "manifest.json").write_text('{"format": "x", "format_version": 7}')
-    with pytest.raises(PreparedError, match=r"format 'x' version 7, expected '.*' version 1"):
+    with pytest.raises(PreparedError, match=r"format 'x' version 7, expected '.*' version 2"):
         open_prepared(tmp_path)
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(PreparedError, match=r"manifest\.json: not valid JSON"):
