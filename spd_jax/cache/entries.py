@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from spd_jax import struct
+from spd_jax.cache.batch import each_sequence
 from spd_jax.config.model import AttentionConfig
 
 
@@ -85,14 +86,17 @@ def commit_column(
     Positions must be below the capacity (dynamic_update_slice would clamp them onto live rows): callers keep spare
     rows.
     """
-    k, v = cache.k, cache.v
-    for row in range(k.shape[0]):  # unrolled: a batched update would become a scatter
+    _, heads, _, _, size = cache.window.v.shape
+
+    def commit(row: Any, committed: tuple[Array, Array]) -> tuple[Array, Array]:
+        k, v = committed
         column, branch, position = column_B[row], row_B[row], position_B[row]
-        _, heads, _, _, size = cache.window.v.shape
         new_k = jax.lax.dynamic_slice(cache.window.k, (row, 0, 0, column, branch), (1, heads, size, 1, 1))[..., 0]
         new_v = jax.lax.dynamic_slice(cache.window.v, (row, 0, column, branch, 0), (1, heads, 1, 1, size))[:, :, :, 0]
         k = jax.lax.dynamic_update_slice(k, new_k, (row, 0, 0, position))
-        v = jax.lax.dynamic_update_slice(v, new_v, (row, 0, position, 0))
+        return k, jax.lax.dynamic_update_slice(v, new_v, (row, 0, position, 0))
+
+    k, v = each_sequence(cache.k.shape[0], commit, (cache.k, cache.v))
     return AttentionCache(k, v, cache.window)
 
 

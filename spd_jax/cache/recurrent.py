@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from spd_jax import struct
+from spd_jax.cache.batch import each_sequence
 from spd_jax.config.model import DeltaNetConfig
 from spd_jax.nn.deltanet import Memory, empty_memory
 
@@ -39,8 +40,7 @@ def read_memory(cache: RecurrentCache, column_B: Int[Array, " B"], row_BW: Int[A
     """The memories `[B, W, ...]` of each sequence in these rows of its column (None: in all)."""
 
     def read(x: Array) -> Array:
-        found = [jax.lax.dynamic_index_in_dim(x[b], column_B[b], keepdims=False) for b in range(x.shape[0])]
-        column = jnp.stack(found)
+        column = jax.vmap(lambda columns, at: jax.lax.dynamic_index_in_dim(columns, at, keepdims=False))(x, column_B)
         if row_BW is None or x.shape[2] == 1:
             return column
         return jnp.take_along_axis(column, row_BW.reshape(*row_BW.shape, *[1] * (column.ndim - 2)), axis=1)
@@ -51,13 +51,15 @@ def read_memory(cache: RecurrentCache, column_B: Int[Array, " B"], row_BW: Int[A
 def write_memory(cache: RecurrentCache, column_B: Int[Array, " B"], memory: Memory) -> RecurrentCache:
     """Put each sequence's memories `[B, W, ...]` into its column."""
 
-    def write(ring: Array, new: Array) -> Array:
-        for row in range(ring.shape[0]):  # unrolled: a batched update would become a scatter
-            at = (row, column_B[row], *[0] * (ring.ndim - 2))
-            ring = jax.lax.dynamic_update_slice(ring, new[row][None, None].astype(ring.dtype), at)
-        return ring
+    def write(row: Any, ring: Memory) -> Memory:
+        def put(old: Array, new: Array) -> Array:
+            at = (row, column_B[row], *[0] * (old.ndim - 2))
+            one = jax.lax.dynamic_slice_in_dim(new, row, 1)[:, None].astype(old.dtype)
+            return jax.lax.dynamic_update_slice(old, one, at)
 
-    return RecurrentCache(jax.tree.map(write, cache.ring, memory))
+        return jax.tree.map(put, ring, memory)
+
+    return RecurrentCache(each_sequence(column_B.shape[0], write, cache.ring))
 
 
 def running_memory(cache: RecurrentCache) -> Memory:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from spd_jax import struct
+from spd_jax.cache.batch import each_sequence
 from spd_jax.config.model import AttentionConfig, LayerConfig
 from spd_jax.nn.deltanet import Memory, empty_memory
 
@@ -43,7 +44,6 @@ def empty_caches(layers: Sequence[LayerConfig], batch: int, capacity: int, dtype
     )
 
 
-UNROLLED_WRITES = 8  # sequences
 Layers = tuple[Array, ...]
 
 
@@ -60,13 +60,7 @@ def write_rows(k: Layers, v: Layers, new_k: Layers, new_v: Layers, start_B: Int[
             tuple(put(old, new, (b, 0, start_B[b], 0)) for old, new in zip(v, new_v, strict=True)),
         )
 
-    # One write a sequence: a batched update would become a scatter. Unrolled for few, since a loop costs time of its
-    # own; for many it is a loop, since so many writes times so many layers would take minutes to compile.
-    if start_B.shape[0] > UNROLLED_WRITES:
-        return jax.lax.fori_loop(0, start_B.shape[0], write, (k, v))
-    for b in range(start_B.shape[0]):
-        k, v = write(b, (k, v))
-    return k, v
+    return each_sequence(start_B.shape[0], write, (k, v))
 
 
 def grow_caches(caches: LayerCaches, capacity: int) -> LayerCaches:

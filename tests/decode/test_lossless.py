@@ -29,7 +29,7 @@ def reference(num_layers: int) -> list[list[int]]:
     return [result.ids for result in results]
 
 
-@pytest.mark.parametrize("num_layers", [8, 30])
+@pytest.mark.parametrize("num_layers", [8, pytest.param(30, marks=pytest.mark.slow)])
 def test_reference_text_says_something(num_layers: int):
     texts = reference(num_layers)
     distinct = [len(set(text)) for text in texts]
@@ -56,15 +56,16 @@ def check(num_layers: int, num_stages: int, layout: Layout) -> None:
         assert_cycles_exact(result, num_stages)
 
 
-GATE = [(1, "beside"), (8, "separate")]
-ALL = [(num_stages, layout) for num_stages in (1, 2, 3, 5, 8) for layout in ("separate", "beside")]
+# Every count of stages and both layouts with 30 layers; the ends of that range with 8, a layer a stage, in the gate.
+GATE = [(8, 1, "beside"), (8, 8, "separate")]
+ALL = [(30, num_stages, layout) for num_stages in (1, 2, 3, 5, 8) for layout in ("separate", "beside")]
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "layout"), [pytest.param(*one, marks=() if one in GATE else pytest.mark.slow) for one in ALL]
+    ("num_layers", "num_stages", "layout"), [*GATE, *(pytest.param(*one, marks=pytest.mark.slow) for one in ALL)]
 )
-def test_text_and_cycles_are_exact(num_stages: int, layout: Layout):
-    check(30, num_stages, layout)
+def test_text_and_cycles_are_exact(num_layers: int, num_stages: int, layout: Layout):
+    check(num_layers, num_stages, layout)
 
 
 @pytest.mark.slow
@@ -74,10 +75,10 @@ def test_text_and_cycles_are_exact_on_many_ranks(num_stages: int, layout: Layout
     run_on_many_ranks("test_lossless", f"check(30, {num_stages}, {layout!r})")
 
 
-@pytest.mark.parametrize("num_stages", [pytest.param(3, marks=pytest.mark.slow), 8])
-def test_oracle_and_anti_take_the_fewest_and_most_cycles(num_stages: int):
+@pytest.mark.parametrize(("num_layers", "num_stages"), [(8, 8), pytest.param(30, 3, marks=pytest.mark.slow)])
+def test_oracle_and_anti_take_the_fewest_and_most_cycles(num_layers: int, num_stages: int):
     """G03: K = N + n - 2 without rejections. G04: K = n (N - 1) without acceptances."""
-    decoder, texts = pipeline(30, num_stages, "separate"), reference(30)
+    decoder, texts = pipeline(num_layers, num_stages, "separate"), reference(num_layers)
     prompts, count = PROMPTS[:2], 16
     forced = [script("1", texts[0][:count]), script("0", texts[1][:count])] * 2
     options = {"max_new_tokens": count, "forced_drafts": forced}
@@ -86,11 +87,11 @@ def test_oracle_and_anti_take_the_fewest_and_most_cycles(num_stages: int):
     assert (anti.accepted, anti.rejected, anti.cycles) == (0, count - 1, num_stages * (count - 1))
 
 
-@pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_five_tokens_from_one_and_two_stages(num_stages: int):
+@pytest.mark.parametrize(("num_layers", "num_stages"), [(8, 1), pytest.param(30, 2, marks=pytest.mark.slow)])
+def test_five_tokens_from_one_and_two_stages(num_layers: int, num_stages: int):
     """I13."""
     options = {"max_new_tokens": 5, "forced_drafts": [OWN] * len(PROMPTS)}
-    results = in_batches(pipeline(30, num_stages, "beside"), PROMPTS, options)
-    for result, text in zip(results, reference(30), strict=True):
+    results = in_batches(pipeline(num_layers, num_stages, "beside"), PROMPTS, options)
+    for result, text in zip(results, reference(num_layers), strict=True):
         assert result.ids == text[:5]
         assert_cycles_exact(result, num_stages)

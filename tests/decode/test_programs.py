@@ -15,6 +15,7 @@ from spd_jax.decode.options import Options
 from spd_jax.decode.programs import make_caches, make_dispatch, make_prefill
 from spd_jax.decode.sampling import Sampling
 from spd_jax.plan import Layout
+from tests.decode import test_layer_kinds as kinds
 from tests.decode.engine import CHUNK, CYCLES, OWN, make_pipeline, pipeline, plan_of, random_head, weights
 
 CAPACITY = 256
@@ -82,6 +83,13 @@ def test_programs_trace_with_replication_checks_on(num_stages: int, layout: Layo
     else:
         assert collectives <= 6  # and the candidates of the filters
     assert found["cond"] == 1  # one switch over roles
+
+
+def test_a_program_is_as_large_for_eight_sequences_as_for_two():
+    """Nothing is unrolled over the batch: compiling takes as long for 64 sequences."""
+    decoder = kinds.pipeline("delta nets", (2, 2, 2, 2), "separate")  # attention caches and memories
+    two, eight = (names(list(equations(trace_dispatch(decoder, size, GREEDY).jaxpr.jaxpr))) for size in (2, 8))
+    assert two == eight
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -15,7 +15,7 @@ from spd_jax.generation.answers import DecodedAnswers
 from spd_jax.weights.load import load_decoder
 from tests.decode.engine import BATCH, CHUNK, CYCLES, VOCAB, autoregressive, in_batches, random_prompts, target, weights
 
-ROWS, NEW = 12, 30  # more rows than cache writes are unrolled for
+ROWS, NEW = 12, 30
 PROMPTS = random_prompts(ROWS, seed=3)
 NUMBERS = list(range(100, 100 + ROWS))
 
