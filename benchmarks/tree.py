@@ -53,6 +53,8 @@ def figures(results: list[SequenceResult], num_stages: int, width: int) -> dict[
     """What the results of a form come to."""
     accepted, rejected = sum(r.accepted for r in results), sum(r.rejected for r in results)
     rates = acceptance_rates([(len(r.ids), r.cycles) for r in results], num_stages)
+    if rates.s0.pooled is None or rates.s0.mean is None:
+        raise ValueError("no answer has two tokens, so there is no S0")
     return {
         "s0": round(rates.s0.pooled, 3),
         "s0_mean": round(rates.s0.mean, 3),

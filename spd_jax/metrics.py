@@ -15,18 +15,26 @@ from collections.abc import Sequence
 
 
 def _ratio(numerator: int | float, denominator: int) -> float:
-    """0 where nothing was counted: a sample of one token has no cycles and adds nothing to a pooled ratio."""
+    """0 where nothing was counted."""
     return numerator / denominator if denominator else 0.0
 
 
-def acceptance_rate(num_tokens: int, num_cycles: int) -> float:
-    """(N - 1) / K, tokens a cycle: generated tokens without the one from prefill over decode cycles. 0 if K = 0."""
-    return _ratio(max(num_tokens - 1, 0), num_cycles)
+def _rate(numerator: int | float, denominator: int) -> float | None:
+    """None where nothing was counted."""
+    return numerator / denominator if denominator else None
 
 
-def published_acceptance_rate(num_tokens: int, num_cycles: int) -> float:
-    """N / K, tokens a cycle, as in published tables: the token from prefill counts, its pass does not. 0 if K = 0."""
-    return _ratio(num_tokens, num_cycles)
+def acceptance_rate(num_tokens: int, num_cycles: int) -> float | None:
+    """(N - 1) / K, tokens a cycle: generated tokens without the one from prefill over decode cycles.
+
+    None if K = 0: a sample of no token or one, which prefill gave, says nothing of decoding.
+    """
+    return _rate(num_tokens - 1, num_cycles)
+
+
+def published_acceptance_rate(num_tokens: int, num_cycles: int) -> float | None:
+    """N / K, tokens a cycle, as published: the token from prefill counts, its pass does not. None if K = 0."""
+    return _rate(num_tokens, num_cycles)
 
 
 def alpha(num_accepted: int, num_rejected: int) -> float:
@@ -34,9 +42,12 @@ def alpha(num_accepted: int, num_rejected: int) -> float:
     return _ratio(num_accepted, num_accepted + num_rejected)
 
 
-def equivalent_accept_length(num_stages: int, rate: float) -> float:
-    """S0 = n * rate, a ratio: the speedup if drafts and heads cost nothing and stages took equal time."""
-    return num_stages * rate
+def equivalent_accept_length(num_stages: int, rate: float | None) -> float | None:
+    """S0 = n * rate, a ratio: the speedup if drafts and heads cost nothing and stages took equal time.
+
+    None for a rate that is None. Autoregressive decoding has n = 1 and K = N - 1, hence S0 = 1.
+    """
+    return None if rate is None else num_stages * rate
 
 
 def expected_cycles(num_tokens: int, num_stages: int, num_accepted: int, num_rejected: int) -> int:
@@ -81,10 +92,10 @@ def simulated_tau(accuracies: Sequence[float]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """One ratio over several samples, both ways."""
+    """One ratio over several samples, both ways; None where no sample has one."""
 
-    pooled: float
-    mean: float
+    pooled: float | None
+    mean: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +115,7 @@ def acceptance_rates(samples: Sequence[tuple[int, int]], num_stages: int) -> Acc
 
     def both(counted: Sequence[int], factor: int) -> Rates:
         ratios = [count / cycles for count, (_, cycles) in zip(counted, used, strict=True)]
-        return Rates(factor * _ratio(sum(counted), pool), factor * _ratio(sum(ratios), len(ratios)))
+        return Rates(_rate(factor * sum(counted), pool), _rate(factor * sum(ratios), len(ratios)))
 
     ours, published = [tokens - 1 for tokens, _ in used], [tokens for tokens, _ in used]
     return AcceptanceRates(both(ours, 1), both(published, 1), both(ours, num_stages), both(published, num_stages))

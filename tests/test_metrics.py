@@ -41,11 +41,11 @@ def test_one_sample_has_one_rate():
 
 def test_samples_without_cycles_count_nowhere():
     assert acceptance_rates([(1, 0), (16, 60)], 4) == acceptance_rates([(16, 60)], 4)
-    nothing = metrics.Rates(0.0, 0.0)
+    nothing = metrics.Rates(None, None)
     assert acceptance_rates([], 4) == metrics.AcceptanceRates(nothing, nothing, nothing, nothing)
-    assert (
-        metrics.acceptance_rate(1, 0) == metrics.acceptance_rate(0, 0) == metrics.published_acceptance_rate(1, 0) == 0
-    )
+    found = (metrics.acceptance_rate(1, 0), metrics.acceptance_rate(0, 0), metrics.published_acceptance_rate(1, 0))
+    assert found == (None, None, None)
+    assert metrics.equivalent_accept_length(4, None) is None
 
 
 def test_alpha_counts_tested_drafts_only():

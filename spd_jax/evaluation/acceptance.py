@@ -24,7 +24,8 @@ from spd_jax.metrics import acceptance_rates, alpha, projected_accept_length
 class Acceptance:
     """Figures pooled over prompts (docs/metrics.md); `decode_seconds` without compilation and prefill.
 
-    `s0_projected` is what alpha alone lets expect of long answers, n / (1 + (1 - alpha)(n - 1)).
+    Without an answer of two tokens or more there are no cycles, and rate and S0 are None. `s0_projected` is what alpha
+    alone lets expect of long answers, n / (1 + (1 - alpha)(n - 1)).
     """
 
     prompts: int
@@ -33,10 +34,10 @@ class Acceptance:
     accepted: int
     rejected: int
     undrafted: int
-    acceptance_rate: float
-    s0: float
+    acceptance_rate: float | None
+    s0: float | None
     alpha: float
-    s0_projected: float
+    s0_projected: float | None
     decode_seconds: float
 
 
@@ -64,7 +65,7 @@ def acceptance(
         acceptance_rate=rates.rate.pooled,
         s0=rates.s0.pooled,
         alpha=share,
-        s0_projected=projected_accept_length(n, share),
+        s0_projected=None if rates.s0.pooled is None else projected_accept_length(n, share),
         decode_seconds=seconds,
     )
 

@@ -61,7 +61,10 @@ def split(sample: Sample, value: Callable[[int], int], edges: Sequence[int]) -> 
 
 
 def figures(parts: Iterable[Part], num_stages: int) -> dict[str, Any]:
-    """Counts and ratios over parts of answers; parts without tokens count nowhere."""
+    """Counts and ratios over parts of answers; parts without tokens count nowhere.
+
+    Rates and S0 are None where no part has tokens.
+    """
     used = [part for part in parts if part.decoded]
     accepted, rejected = sum(part.accepted for part in used), sum(part.rejected for part in used)
     judged = [part for part in used if part.accepted + part.rejected]
@@ -93,7 +96,7 @@ def sample_figures(samples: Sequence[Sample], num_stages: int) -> dict[str, Any]
         "published_acceptance_rate_mean": published.published_rate.mean,
         "published_s0": published.published_s0.pooled,
         "published_s0_mean": published.published_s0.mean,
-        "s0_projected": projected_accept_length(num_stages, found["alpha"]),
+        "s0_projected": None if found["s0"] is None else projected_accept_length(num_stages, found["alpha"]),
     }
 
 
@@ -114,9 +117,7 @@ def grouped(samples: Sequence[Sample], num_stages: int) -> dict[str, Any]:
     means = [name for name in next(iter(by_dataset.values()), {}) if name not in _COUNTS]
     return {
         "overall": sample_figures(samples, num_stages),
-        "mean_of_datasets": {
-            name: sum(found[name] for found in by_dataset.values()) / len(by_dataset) for name in means
-        },
+        "mean_of_datasets": {name: _mean([found[name] for found in by_dataset.values()]) for name in means},
         "by_dataset": by_dataset,
         "by_category": by_category,
         "by_context": _buckets(
@@ -124,6 +125,12 @@ def grouped(samples: Sequence[Sample], num_stages: int) -> dict[str, Any]:
         ),
         "by_place": _buckets(samples, num_stages, ANSWER_EDGES, ANSWER_LABELS, lambda s, place: place + 1),
     }
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Of those that there are; None if there are none."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 _COUNTS = ("samples", "tokens", "decoded", "cycles", "accepted", "rejected", "undrafted")

@@ -15,6 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from spd_jax.evaluation.figures import CONTEXT_LABELS
+from spd_jax.generation.report import shown
 
 COLOURS = ("#1f5f9e", "#e08a1e", "#4a9a5b", "#b3395b", "#7a5bb0", "#6b6b6b", "#2aa3a3", "#a0722a")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -70,11 +71,13 @@ def _draw_bars(axes: Axes, heads: dict[str, Any], groups: Sequence[str], num_sta
     highest = 1.0
     for number, decoder in enumerate(heads.values()):
         found = [decoder["overall"] if name == "all" else decoder["by_dataset"].get(name) for name in groups]
-        values = [0.0 if figures is None else figures["s0"] for figures in found]
+        known = [None if figures is None else figures["s0"] for figures in found]
+        values = [value or 0.0 for value in known]
         places = [place + step * (number + 0.5 - len(heads) / 2) for place in range(len(groups))]
         drawn = axes.bar(places, values, width=0.92 * step, color=COLOURS[number % len(COLOURS)], zorder=2)
         size = 8.0 if len(heads) <= 4 else 6.5
-        axes.bar_label(drawn, fmt="%.2f", padding=2, fontsize=size, rotation=0 if len(heads) <= 4 else 90)
+        labels = [shown(value) for value in known]
+        axes.bar_label(drawn, labels, padding=2, fontsize=size, rotation=0 if len(heads) <= 4 else 90)
         highest = max(highest, *values)
     axes.axhline(1.0, color="#888888", lw=1, ls=(0, (4, 3)), zorder=1)
     axes.set_xticks(range(len(groups)), [_short(name, 24) for name in groups])

@@ -19,7 +19,7 @@ from spd_jax.evaluation.figures import grouped
 from spd_jax.evaluation.job import AUTOREGRESSIVE, EvaluationJob
 from spd_jax.evaluation.samples import Sample
 from spd_jax.files import write_whole
-from spd_jax.generation.report import write_json
+from spd_jax.generation.report import shown, write_json
 
 WIDTH, WIDEST_NAME = 132, 22
 
@@ -162,8 +162,8 @@ def _by_dataset(decoders: dict[str, Any], title: str) -> Table:
             rows |= {"all, pooled": decoder["overall"], "mean of sets": decoder["mean_of_datasets"]}
         for name, found in rows.items():
             counts = [str(found.get(key, "")) for key in ("samples", "tokens", "cycles")]
-            ratios = [f"{found['s0']:.2f}", f"{found['s0_mean']:.2f}", f"{found['acceptance_rate']:.3f}"]
-            ratios += [f"{found[key]:.3f}" for key in ("published_acceptance_rate_mean", "alpha", "alpha_mean")]
+            ratios = [shown(found["s0"]), shown(found["s0_mean"]), shown(found["acceptance_rate"], 3)]
+            ratios += [shown(found[key], 3) for key in ("published_acceptance_rate_mean", "alpha", "alpha_mean")]
             table.add_row(label if name == next(iter(rows)) else "", name, *counts, *ratios,
                           str(found.get("undrafted", "")))  # fmt: skip
         table.add_section()
@@ -181,8 +181,8 @@ def _figure_table(title: str, column: str, rows: dict[tuple[str, str], dict[str,
             label if label != last else "",
             name,
             *(str(found[key]) for key in ("samples", "decoded")),
-            *(f"{found[key]:.2f}" for key in ("s0", "s0_mean")),
-            f"{found['acceptance_rate']:.3f}",
+            *(shown(found[key]) for key in ("s0", "s0_mean")),
+            shown(found["acceptance_rate"], 3),
             *(str(found[key]) for key in ("accepted", "rejected")),
             *(f"{found[key]:.3f}" for key in ("alpha", "alpha_mean")),
             str(found["undrafted"]),

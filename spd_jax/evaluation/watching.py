@@ -20,7 +20,7 @@ from spd_jax.weights.ids import end_ids
 
 
 def decoding_evaluator(config: DistillConfig, plan: StagePlan) -> Callable[[SpeculationModule], Mapping[str, float]]:
-    """Figures `s0` and `alpha`, greedy, pooled over the prompts.
+    """Figures `s0` and `alpha`, greedy, pooled over the prompts; none if no answer has two tokens.
 
     Args:
         config: of the training run; its target, and what it says of decoding.
@@ -52,6 +52,6 @@ def decoding_evaluator(config: DistillConfig, plan: StagePlan) -> Callable[[Spec
         decoder = old.with_head(module, plan)
         decoders[:] = [decoder]
         found = acceptance(decoder, prompts, options, batch=len(prompts))
-        return {"s0": found.s0, "alpha": found.alpha}
+        return {} if found.s0 is None else {"s0": found.s0, "alpha": found.alpha}
 
     return evaluate

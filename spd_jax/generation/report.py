@@ -59,8 +59,8 @@ class Outcome:
         """Whether the ids equal the autoregressive ones; None where they were not compared."""
         return None if self.comparison is None else self.comparison.equal
 
-    def rate(self) -> float:
-        """Acceptance rate (N - 1) / K."""
+    def rate(self) -> float | None:
+        """Acceptance rate (N - 1) / K; None for no token or one."""
         return acceptance_rate(len(self.result.ids), self.result.cycles)
 
     def record(self, num_stages: int, width: int, *, log_probs: bool) -> dict[str, Any]:
@@ -100,7 +100,8 @@ class Outcome:
         result, rate = self.result, self.rate()
         counts = f"{counted(len(result.ids), 'token')} in {counted(result.cycles, 'cycle')}"
         verdicts = f"accepted {result.accepted}, rejected {result.rejected}"
-        line = f"{counts}, {verdicts}, S0 {equivalent_accept_length(num_stages, rate):.2f}, end: {result.finish_reason}"
+        s0 = shown(equivalent_accept_length(num_stages, rate))
+        line = f"{counts}, {verdicts}, S0 {s0}, end: {result.finish_reason}"
         return line if self.equal is None else f"{line}, equal to autoregressive: {'yes' if self.equal else 'no'}"
 
 
@@ -188,10 +189,11 @@ class Report:
         verdicts = f"{s['accepted']} accepted, {s['rejected']} rejected, {s['undrafted']} undrafted"
         lines += [
             f"{'cycles':17}{s['cycles']:>12}   {verdicts} (alpha {s['alpha']:.3f})",
-            f"{'acceptance rate':17}{s['acceptance_rate']:>12.3f}   (N - 1) / K{', pooled' if several else ''}; "
-            f"as published, N / K{', mean' if several else ''}: {s['published_acceptance_rate_mean']:.3f}",
-            f"{'S0':17}{s['s0']:>12.2f}   n (N - 1) / K, n = {counted(facts.num_stages, 'stage')}"
-            + (f"{', pooled'}; mean of the prompts: {s['s0_mean']:.2f}" if several else ""),
+            f"{'acceptance rate':17}{shown(s['acceptance_rate'], 3):>12}   (N - 1) / K{', pooled' if several else ''}; "
+            f"as published, N / K{', mean' if several else ''}: "
+            f"{shown(s['published_acceptance_rate_mean'], 3)}",
+            f"{'S0':17}{shown(s['s0']):>12}   n (N - 1) / K, n = {counted(facts.num_stages, 'stage')}"
+            + (f"{', pooled'}; mean of the prompts: {shown(s['s0_mean'])}" if several else ""),
         ]
         if facts.width > 1:
             lines.append(
@@ -210,11 +212,16 @@ class Report:
             if outcome.comparison is not None and not outcome.comparison.equal:
                 lines.append(f"prompt {number}: " + _difference(outcome.comparison, self.facts.dtype))
         if self.facts.simulated:
-            lines.append(
+            line = (
                 f"The {self.facts.devices} devices are simulated and share this machine's cores, so wall-clock time "
-                f"cannot beat autoregressive decoding here; on real devices S0 = {summary['s0']:.2f} would be the "
-                "speedup if draft, heads and exchange were free and all stages equal."
+                "cannot beat autoregressive decoding here"
             )
+            if summary["s0"] is not None:
+                line += (
+                    f"; on real devices S0 = {summary['s0']:.2f} would be the speedup if draft, heads and exchange "
+                    "were free and all stages equal"
+                )
+            lines.append(f"{line}.")
         return lines
 
 
@@ -237,6 +244,11 @@ def _times(batches: Sequence[tuple[float, float]], results: Sequence[SequenceRes
         "decode_seconds": decode,
         "tokens_per_second": decoded / decode if decode > 0 else 0.0,
     }
+
+
+def shown(value: float | None, digits: int = 2) -> str:
+    """A figure for a reader; a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def counted(number: int, thing: str) -> str:

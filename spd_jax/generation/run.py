@@ -30,10 +30,11 @@ from spd_jax.generation.prompts import (
     read_prompts,
     text_prompts,
 )
-from spd_jax.generation.report import Facts, Outcome, Report, counted, prepare_output, times_of, write_json
+from spd_jax.generation.report import Facts, Outcome, Report, counted, prepare_output, shown, times_of, write_json
 from spd_jax.generation.scripted import parse_script
 from spd_jax.generation.text import IdStream, TextStream
 from spd_jax.generation.timeline import reconstruct
+from spd_jax.metrics import equivalent_accept_length
 
 Decoder = PipelineDecoder | AutoregressiveDecoder
 
@@ -285,9 +286,9 @@ class Run:
         engine, n = self.job.engine, self.job.engine.plan.num_stages
         tokenizer = engine.tokenizer
         name = Path(self.job.config.target).name
-        s0 = n * outcome.rate()
+        s0 = shown(equivalent_accept_length(n, outcome.rate()))
         counts = f"{counted(len(outcome.result.ids), 'token')} in {counted(outcome.result.cycles, 'cycle')}"
-        title = f"{name}, n = {counted(n, 'stage')}, {counts}, S0 = {s0:.2f}" + (
+        title = f"{name}, n = {counted(n, 'stage')}, {counts}, S0 = {s0}" + (
             ", drafts by script" if engine.script else ""
         )
 

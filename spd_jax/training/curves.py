@@ -52,7 +52,7 @@ def curves(log: Sequence[Line], title: str, *, dots_per_inch: int = 110) -> Figu
         "o",
     )
     _evaluations(length, log, tokens, {"projected_s0": (_HELD, "projected from greedy acceptance")}, "o")
-    decoded = [line for line in log if line["kind"] == "decoding"]
+    decoded = [line for line in log if line["kind"] == "decoding" and "s0" in line]
     if decoded:
         points = [tokens[line["step"]] for line in decoded]
         length.plot(points, [line["s0"] for line in decoded], color=_DECODED, marker="s", markersize=4, label="decoded")

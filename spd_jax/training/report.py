@@ -58,7 +58,8 @@ class Reporter:
                 f"projected S0 {values['projected_s0']:.3f}"
             )
         if event.kind == "decoding":
-            return f"step {event.step}: decoded: " + ", ".join(f"{name} {value:.3f}" for name, value in values.items())
+            figures = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
+            return f"step {event.step}: decoded: {figures or 's0 -, no answer has two tokens'}"
         if event.kind == "step" and time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
             return f"step {event.step}: {self.status(event)}"

@@ -27,7 +27,7 @@ from spd_jax.training.step import Programs, TrainState
 
 Number = int | float
 Evaluator = Callable[[SpeculationModule], Mapping[str, float]]
-"""Decodes with a module; its figures must have `s0`."""
+"""Decodes with a module; its figures have `s0`, or there are none because nothing was decoded."""
 EventKind = Literal["step", "evaluation", "decoding", "save"]
 
 

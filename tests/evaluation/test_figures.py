@@ -1,5 +1,7 @@
 """Figures over samples, against counts made by hand."""
 
+import dataclasses
+
 import pytest
 
 from spd_jax.evaluation.figures import (
@@ -88,6 +90,15 @@ def test_buckets_add_up_to_the_whole():
     assert found["overall"]["tokens"] == 4 + 122 + 1
 
 
+def test_answers_of_a_token_or_none_claim_no_s0():
+    found = grouped([answer("p"), answer("")], STAGES)
+    for part in (found["overall"], found["mean_of_datasets"], *found["by_dataset"].values()):
+        assert {part[name] for name in part if "s0" in name or "rate" in name} == {None}
+    with_others = grouped([SHORT, answer("p"), dataclasses.replace(answer("p"), dataset="empty")], STAGES)
+    assert with_others["overall"]["s0"] == with_others["mean_of_datasets"]["s0"] == pytest.approx(4 * 3 / 6)
+    assert with_others["by_dataset"]["empty"]["s0"] is None
+
+
 def test_data_sets_weigh_the_same_in_their_mean():
     found = grouped([SHORT, SHORT, LONG], STAGES)
     assert list(found["by_dataset"]) == ["set", "other"]
@@ -104,8 +115,10 @@ def test_one_name_of_two_categories_stays_two():
     assert grouped([answer("pa", category=None)], 4)["by_category"] == {"set": {}}
 
 
-def test_nothing_counted_gives_zeros():
+def test_nothing_counted_gives_zeros_and_no_rates():
     found = figures([whole(answer("p")), whole(answer(""))], STAGES)
-    assert set(found.values()) == {0}
+    rates = {"acceptance_rate", "acceptance_rate_mean", "s0", "s0_mean"}
+    assert {name for name, value in found.items() if value is None} == rates
+    assert {value for name, value in found.items() if name not in rates} == {0}
     nothing = grouped([], STAGES)
     assert (nothing["by_dataset"], nothing["by_context"], nothing["mean_of_datasets"]) == ({}, {}, {})

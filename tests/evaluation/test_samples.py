@@ -161,4 +161,10 @@ def test_a_process_that_does_not_write_keeps_samples_in_memory(tmp_path: Path):
 
 def test_an_empty_answer_has_no_rates():
     record = dataclasses.replace(sample(), ids=(), verdicts="", token_cycles=(), finish_reason="context").record(4)
-    assert (record["tokens"], record["cycles"], record["s0"], record["alpha"]) == (0, 0, 0.0, 0.0)
+    assert (record["tokens"], record["cycles"], record["s0"], record["alpha"]) == (0, 0, None, 0.0)
+    assert (record["acceptance_rate"], record["published_acceptance_rate"]) == (None, None)
+
+
+def test_an_autoregressive_answer_has_an_s0_of_one():
+    plain = dataclasses.replace(sample(), ids=(5, 6, 7), verdicts="puu", token_cycles=(0, 1, 2))
+    assert plain.record(1)["s0"] == 1.0

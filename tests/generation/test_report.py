@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -110,8 +111,20 @@ def test_sampled_texts_are_not_compared():
 
 def test_a_text_of_one_token_has_no_rate():
     single = Outcome(sequence([], []), "x", 0.1, 0.0)
-    summary = report(single).summary()
-    assert (summary["cycles"], summary["acceptance_rate"], summary["s0"], summary["tokens_per_second"]) == (0, 0, 0, 0)
+    nothing = dataclasses.replace(single, result=SequenceResult([1], finish_reason="length"))
+    for outcomes in ([single], [nothing], [single, nothing]):
+        found = report(*outcomes)
+        summary = found.summary()
+        assert (summary["cycles"], summary["tokens_per_second"]) == (0, 0)
+        for name in ("acceptance_rate", "s0", "published_acceptance_rate"):
+            assert (summary[name], summary[f"{name}_mean"]) == (None, None)
+        assert {record["s0"] for record in found.tree()["results"]} == {None}
+        assert "S0 -, end" in outcomes[0].line(4)
+        assert re.search(r"^S0 +-  ", found.text(), re.MULTILINE)
+        assert "S0 =" not in found.text()
+        assert "share this machine's cores." in found.text() or "decoding here." in found.text()
+    counted = report(single, outcome()).summary()
+    assert (counted["s0"], counted["s0_mean"]) == (12 / 9, 12 / 9)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path):

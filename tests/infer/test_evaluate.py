@@ -92,6 +92,7 @@ def test_several_heads_over_several_data_sets(evaluate: Evaluate, files: list[st
         ("talks", 0, 1), ("talks", 1, 1), ("talks", 0, 2), ("talks", 1, 2), ("talks", 2, 1), ("talks", 3, 1),
         ("ids", 0, 1), ("ids", 1, 1),
     ]  # fmt: skip
+    assert {s["s0"] for s in plain} == {1.0}
     assert [s["question_id"] for s in plain] == [81, "x", 81, "x", *[None] * 4]
     tokenizer = load_tokenizer(target)
     for name in ("target", "oracle", "script-1110110"):
