@@ -68,9 +68,9 @@ format: $(TESTING) ## let ruff rewrite what it can
 
 test-slow: $(TESTING) ## the tests that take minutes
 	@# A process a file: one for all would keep hundreds of compiled programs in memory at once.
-	@failed=""; for file in $$(grep -rl --include='test_*.py' 'mark.slow' tests | sort); do \
+	@failed=""; SECONDS=0; for file in $$(grep -rl --include='test_*.py' 'mark.slow' tests | sort); do \
 		echo "== $$file"; $(PY) -m pytest -q -m slow "$$file" || failed="$$failed $$file"; \
-	done; [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
+	done; echo "slow tests: $$((SECONDS / 60)) min $$((SECONDS % 60)) s"; [ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 bench: $(RUNTIME) ## run every script in benchmarks/, one after the other
 	@shopt -s nullglob; scripts=(benchmarks/*.py); \

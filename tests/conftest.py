@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 from spd_jax.parallel.platform import set_up_platform
@@ -33,6 +34,33 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 # The shapes in the library's signatures are checked while a function is traced; compiled code pays nothing.
 install_import_hook("spd_jax", "beartype.beartype")
+
+
+# By the seconds that they take, so that no process begins a long file when the other has nothing left to do.
+HEAVIEST = (
+    "models/test_families.py",
+    "decode/test_layer_kinds.py",
+    "test_defaults.py",
+    "decode/test_verify.py",
+    "decode/test_ends.py",
+    "test_bad_input.py",
+    "decode/test_sampled_text.py",
+    "decode/test_faults.py",
+    "decode/test_tree.py",
+    "test_naive.py",
+    "speculation/test_module.py",
+    "infer/test_generate_errors.py",
+    "decode/test_lossless.py",
+    "cache/test_rollback.py",
+    "decode/test_published.py",
+    "infer/test_generate.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files that take longest first; the order within a file and among the others stays."""
+    places = {Path(__file__).parent / name: place for place, name in enumerate(HEAVIEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish() -> None:
