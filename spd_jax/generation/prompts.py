@@ -43,13 +43,13 @@ class Prompt:
     category: str | None = None
 
 
-def text_prompts(texts: Sequence[str]) -> list[Prompt]:
-    """Prompts given as text, numbered from 1.
+def text_prompts(texts: Sequence[str], first: int = 1) -> list[Prompt]:
+    """Prompts given as text, numbered from `first`.
 
     Raises:
         PromptError: an empty one, or one with half of a surrogate pair.
     """
-    prompts = [Prompt(f"prompt {number}", text=text) for number, text in enumerate(texts, start=1)]
+    prompts = [Prompt(f"prompt {number}", text=text) for number, text in enumerate(texts, start=first)]
     for prompt in prompts:
         _refuse_empty(prompt.origin, "prompt", prompt.text)
         _refuse_no_text(prompt.origin, "prompt", prompt.text)

@@ -78,6 +78,15 @@ class Job:
         """Whether plain decoding runs too; scripted heads need its ids."""
         return self.config.compare or self.engine.script is not None
 
+    def texts(self, size: int, options: Options) -> tuple[TextStream | IdStream, Options]:
+        """The texts of a batch, and options that end its sequences at stop strings."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            return IdStream(size), options
+        stops = self.ends.stops
+        texts = TextStream(tokenizer, size, stops)
+        return texts, dataclasses.replace(options, stop=texts.check if stops else None)
+
     def describe(self) -> str:
         """What is about to run, in a few lines."""
         engine = self.engine
@@ -116,14 +125,22 @@ def prepare(config: GenerateConfig, stdin: Callable[[], str] | None = None) -> J
     Raises:
         OSError, ValueError, RuntimeError: what is wrong, as `open_engine`, `gather_prompts` and `encode_prompt`.
     """
-    sampling = Sampling(config.temperature, config.top_k, config.top_p)
+    Sampling(config.temperature, config.top_k, config.top_p)
     if parse_script(config.head) is not None and config.temperature > 0.0:
         raise ValueError(f"head {config.head} drafts what greedy decoding gives: it needs temperature 0")
     prompts = gather_prompts(config, stdin)
     for path in (config.json, config.trace):
         if path is not None:
             prepare_output(path)
-    engine = open_engine(config)
+    return settle(config, open_engine(config), prompts)
+
+
+def settle(config: GenerateConfig, engine: Engine, prompts: Sequence[Prompt]) -> Job:
+    """The job of decoding prompts on an engine that is open already.
+
+    Raises:
+        ValueError: as `find_ends`, `encode_prompt`, `Sampling`, `Tree` and `Options`.
+    """
     ends = find_ends(engine, config)
     ids = [
         encode_prompt(p, engine.tokenizer, chat=config.chat, vocab_size=engine.vocab_size, max_length=engine.max_length)
@@ -131,7 +148,7 @@ def prepare(config: GenerateConfig, stdin: Callable[[], str] | None = None) -> J
     ]
     options = Options(
         max_new_tokens=config.max_new_tokens,
-        sampling=sampling,
+        sampling=Sampling(config.temperature, config.top_k, config.top_p),
         eos_ids=ends.eos_ids,
         ignore_eos=config.ignore_eos,
         seed=config.seed,
@@ -216,7 +233,7 @@ class Run:
             drafts = [scripted.drafts(result.ids, self.job.engine.vocab_size) for result in reference.results]
             options = dataclasses.replace(options, forced_drafts=drafts)
         self._warm_up(self._decoders.pipeline, prompts, options)
-        texts, options = self._texts(len(prompts), options)
+        texts, options = self.job.texts(len(prompts), options)
         generation, several = Generation([]), len(prompts) > 1
         if not several:
             yield self._heading(numbers[0])
@@ -238,20 +255,11 @@ class Run:
             lines.append(f"prompt {number + 1}: {line}" if several else line)
         yield "\n[" + "]\n[".join(lines) + "]\n"
 
-    def _texts(self, size: int, options: Options) -> tuple[TextStream | IdStream, Options]:
-        """The texts of a batch, and options that end its sequences at stop strings."""
-        tokenizer = self.job.engine.tokenizer
-        if tokenizer is None:
-            return IdStream(size), options
-        stops = self.job.ends.stops
-        texts = TextStream(tokenizer, size, stops)
-        return texts, dataclasses.replace(options, stop=texts.check if stops else None)
-
     def _reference(self, prompts: Sequence[Sequence[int]], options: Options) -> Generation:
         plain = self._decoders.plain
         assert plain is not None, "load_decoders loads it for jobs that compare"
         self._warm_up(plain, prompts, options)
-        _, options = self._texts(len(prompts), options)
+        _, options = self.job.texts(len(prompts), options)
         generation = plain.generate(prompts, options)
         self._reference_batches.append(times_of(generation))
         return generation
